@@ -1,0 +1,34 @@
+"""Packaging, read from settings.ini."""
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+parser = ConfigParser(delimiters=["="])
+parser.read(here / "settings.ini", encoding="utf-8")
+cfg = parser["DEFAULT"]
+readme = here / "README.md"
+
+setup(
+    name=cfg["lib_name"],
+    version=cfg["version"],
+    description=cfg["description"],
+    long_description=readme.read_text(encoding="utf-8") if readme.exists() else cfg["description"],
+    long_description_content_type="text/markdown",
+    author=cfg["author"],
+    author_email=cfg["author_email"],
+    url=cfg["git_url"],
+    license="Apache-2.0",
+    keywords=cfg["keywords"],
+    packages=find_packages(include=["himalaya_hest", "himalaya_hest.*"]),
+    package_data={"himalaya_hest": ["data/**/*"]},
+    python_requires=">=" + cfg["min_python"],
+    install_requires=cfg["requirements"].split(),
+    extras_require={"dev": cfg["dev_requirements"].split()},
+    entry_points={
+        "console_scripts": cfg.get("console_scripts", "").split(),
+        "nbdev": [f'{cfg["lib_path"]}={cfg["lib_path"]}._modidx:d'],
+    },
+    zip_safe=False,
+)
