@@ -1,0 +1,47 @@
+# The three commands of the README. `make install` builds .venv once; afterwards it is a no-op until
+# settings.ini, setup.py or constraints.txt change.
+#   TORCH=cpu     take torch from PyTorch's index of CPU wheels (otherwise from pip's own sources)
+#   PYTHON=...    the interpreter the environment is made from (3.11 or newer)
+#   ADAPTER=lora  the adapter that `make continual25` trains
+PYTHON  ?= python3
+VENV    ?= .venv
+TORCH   ?=
+ADAPTER ?= himalaya
+WORKERS ?= 2
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+ifeq ($(TORCH),cpu)
+TORCH_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
+endif
+
+.PHONY: install continual25 test readme prepare clean
+install: $(STAMP)
+
+$(STAMP): settings.ini setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make install PYTHON=python3.11" >&2; exit 1; }
+	@echo "setting up $(VENV): about 2 GB, a few minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) $(TORCH_INDEX) torch
+	@$(PIP) $(TORCH_INDEX) -e '.[dev]'
+	@$(BIN)/python -m pip check
+	@touch $@
+
+continual25: install
+	@mkdir -p runs
+	$(BIN)/papermill nbs/90_continual25.ipynb runs/continual25.ipynb -p adapter $(ADAPTER)
+
+test: install
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
+
+readme: install
+	$(BIN)/python -m himalaya_hest.readme
+
+prepare: install
+	$(BIN)/nbdev_export
+	$(BIN)/nbdev_clean
+	$(BIN)/python -m himalaya_hest.readme
+
+clean:
+	rm -rf $(VENV) *.egg-info build dist _proc _docs
