@@ -280,12 +280,12 @@ def parse_entities(
 def entity_f1(
     predictions: list[str], # generated entity lists
     references: list[tuple[str, ...]], # the entity list of each row (the first reference)
-    labels=None, # not used
+    labels=None, # the words that say "no entity", "none" by default
     languages=None, # not used
 ) -> dict: # score = micro F1, precision, recall, exact_match of the whole set
     "Micro F1 over exactly matching (type, span) pairs; a corpus with none, and none predicted, scores 1."
     predictions, references = _checked(predictions, references)
-    silent = {normalise_label(r[0]) for r in references if ":" not in unicodedata.normalize("NFKC", r[0])} | {"none", ""}
+    silent = {normalise_label(r[0]) for r in references if ":" not in unicodedata.normalize("NFKC", r[0])} | {normalise_label(x) for x in labels or ("none",)} | {""}
     read = lambda text: Counter() if normalise_label(text) in silent else Counter(parse_entities(text))
     pairs = [(read(p), read(r[0])) for p, r in zip(predictions, references)]
     hit, said, true = (sum(c.total() for c in column) for column in zip(*((p & r, p, r) for p, r in pairs)))
@@ -356,7 +356,7 @@ def score(
     metric: str, # a key of METRICS
     predictions: list[str], # generated texts
     references: list[tuple[str, ...]], # acceptable texts of each row
-    labels=None, # label texts in order, for label_accuracy; no-answer words, for token_f1
+    labels=None, # label texts in order, for label_accuracy; the words for "none" of token_f1 and entity_f1
     languages=None, # ISO code of each row; adds score_<language> for each
 ) -> dict[str, float]: # "score" in [0, 1] first, then what stands beside it
     "Score predictions by a named metric, over all rows and for each language."
