@@ -36,12 +36,14 @@ test: install
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
 
 readme: install
+	$(BIN)/jupyter nbconvert --log-level WARN --to notebook --execute --inplace nbs/index.ipynb
+	$(BIN)/nbdev_clean --fname nbs/index.ipynb
 	$(BIN)/python -m himalaya_hest.readme
 
 prepare: install
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
-	$(BIN)/python -m himalaya_hest.readme
+	@$(MAKE) readme
 
 clean:
 	rm -rf $(VENV) *.egg-info build dist _proc _docs
