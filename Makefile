@@ -9,6 +9,7 @@ TORCH   ?=
 ADAPTER ?= himalaya
 WORKERS ?= 2
 
+PAGES := nbs/index.ipynb nbs/96_run_files.ipynb
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -36,13 +37,12 @@ test: install
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
 
 readme: install
-	$(BIN)/jupyter nbconvert --log-level WARN --to notebook --execute --inplace nbs/index.ipynb
-	$(BIN)/nbdev_clean --fname nbs/index.ipynb
+	$(BIN)/jupyter nbconvert --log-level WARN --to notebook --execute --inplace $(PAGES)
+	$(BIN)/nbdev_clean
 	$(BIN)/python -m himalaya_hest.readme
 
 prepare: install
 	$(BIN)/nbdev_export
-	$(BIN)/nbdev_clean
 	@$(MAKE) readme
 
 clean:
