@@ -75,7 +75,10 @@ def as_text(
     value, # a cell: text, a number, or a list of tokens
 ) -> str:
     "A cell as text; `LookupError` for a value that has no obvious text."
-    if isinstance(value, str): return value.replace("\r\n", "\n").replace("\r", "\n")
+    if isinstance(value, str):
+        try: value.encode()
+        except UnicodeEncodeError as e: raise LookupError(f"{_brief(value)} holds half a character at {e.start}, which no UTF-8 file can; mend the escape") from None
+        return value.replace("\r\n", "\n").replace("\r", "\n")
     if isinstance(value, (int, float)) and not isinstance(value, bool): return str(value)
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value): return as_text(" ".join(value))
     raise LookupError(f"{_brief(value)} is not text, a number or a list of tokens")
@@ -279,6 +282,8 @@ def make_task(
         except ValueError as e: raise ValueError(f"{where}, key '{key}': {e}") from None
         if key == "target" and (task.labels or task.kind == "entities") and (len(pieces) != 1 or isinstance(pieces[0], str)):
             raise ValueError(f"{where}, key 'target': with labels or entities it must be one column such as {{label}}; got {task.target!r}")
+    if task.labels and len({l.strip().casefold() for l in task.labels}) < max(2, len(task.labels)):
+        raise ValueError(f"{where}, key 'labels': expected at least two texts that differ in more than case; got {list(task.labels)}")
     for role, expression in task.splits.items(): check_split(role, expression, where)
     if missing := [r for r in SPLITS[:2] if r not in task.splits]:
         raise ValueError(f"{where}, key 'splits': '{missing[0]}' is missing; write, for example, {{train: train, validation: test}}")
