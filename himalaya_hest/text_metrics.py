@@ -26,7 +26,7 @@ def _word_pattern():
     marks = "".join(re.escape(chr(c)) for c in range(0x300, 0x10000) if unicodedata.category(chr(c))[0] == "M")
     return re.compile(rf"[{_UNSPACED}](?<![_\W])[{marks}]*|(?:(?![{_UNSPACED}])[^\W_]|(?<=\w)[{marks}])+")
 
-@lru_cache(maxsize=50_000)
+@lru_cache(maxsize=10_000)
 def words(
     text: str, # any text
 ) -> tuple[str, ...]: # lower-cased words; single characters in scripts without spaces
@@ -60,7 +60,7 @@ def _bleu_tokenizer(name):
     from sacrebleu.metrics import BLEU
     return BLEU(tokenize=name).tokenizer
 
-@lru_cache(maxsize=50_000)
+@lru_cache(maxsize=10_000)
 def _bleu_tokens(text, language):
     "What sacrebleu's own preprocessing makes of a segment."
     return _bleu_tokenizer("zh" if language == "zh" else "13a")(text.rstrip())
@@ -141,7 +141,7 @@ def _rouge_scorer():
     from rouge_score.rouge_scorer import RougeScorer
     return RougeScorer(list(_ROUGE_NAMES), tokenizer=UnicodeTokenizer())
 
-@lru_cache(maxsize=20_000)
+@lru_cache(maxsize=10_000)
 def _rouge_row(prediction, references):
     "F-measures of one row; a model that repeats a prediction is not scored twice."
     row = _rouge_scorer().score_multi(references, prediction)
@@ -164,7 +164,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PER_CHARACTER = re.compile(rf"([{_UNSPACED}])(?=[{_UNSPACED}])")
 _ASCII_PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 
-@lru_cache(maxsize=50_000)
+@lru_cache(maxsize=10_000)
 def normalise_answer(
     text: str, # an answer
 ) -> str: # lower-cased, without punctuation and English articles, single spaces
@@ -173,7 +173,7 @@ def normalise_answer(
     text = "".join(c for c in text if c not in _ASCII_PUNCTUATION and unicodedata.category(c)[0] != "P")
     return " ".join(_ARTICLES.sub(" ", text).split())
 
-@lru_cache(maxsize=50_000)
+@lru_cache(maxsize=10_000)
 def _answer_words(text):
     return Counter(_PER_CHARACTER.sub(r"\1 ", normalise_answer(text)).split())
 
@@ -210,7 +210,7 @@ def token_f1(
     return out
 
 # %% ../nbs/02_text_metrics.ipynb #054d4a5a
-@lru_cache(maxsize=50_000)
+@lru_cache(maxsize=10_000)
 def normalise_label(
     text: str, # a generated or a reference label
 ) -> str: # case-folded, single spaces, no punctuation at the ends
@@ -265,7 +265,7 @@ def label_accuracy(
     return out | dict(known_label_share=_share(1 - sum(row[K] for row in counts) / n))
 
 # %% ../nbs/02_text_metrics.ipynb #5eda577e
-@lru_cache(maxsize=50_000)
+@lru_cache(maxsize=10_000)
 def parse_entities(
     text: str, # "type: span; type: span"
 ) -> tuple[tuple[str, str], ...]: # (type, span) pairs; type is empty where the piece has no colon
@@ -316,7 +316,7 @@ def _walk(node, text):
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY: return _bounded(_BINARY[type(node.op)](_walk(node.left, text), _walk(node.right, text)))
     raise ValueError(type(node).__name__)
 
-@lru_cache(maxsize=20_000)
+@lru_cache(maxsize=10_000)
 def expression_of(
     text: str, # an arithmetic expression
 ) -> Fraction | None: # its exact value; None where it is no such expression, too large, or undefined
