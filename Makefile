@@ -17,7 +17,7 @@ ifeq ($(TORCH),cpu)
 TORCH_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 
-.PHONY: install continual25 test readme prepare clean
+.PHONY: install continual25 test test-reverse readme prepare clean
 install: $(STAMP)
 
 $(STAMP): settings.ini setup.py constraints.txt
@@ -35,6 +35,11 @@ continual25: install
 
 test: install
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
+
+# one process, last notebook first: shows state that a notebook leaves behind
+test-reverse: install
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -c "import sys; from pathlib import Path; from nbdev.test import test_nb; sys.exit(not all([\
+	  test_nb(p.absolute(), skip_flags=['slow', 'gpu', 'network'], do_print=True)[0] for p in sorted(Path('nbs').glob('*.ipynb'), reverse=True)]))"
 
 readme: install
 	$(BIN)/jupyter nbconvert --log-level WARN --to notebook --execute --inplace $(PAGES)
