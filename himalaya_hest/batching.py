@@ -30,6 +30,7 @@ def start_ids(
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
+# %% ../nbs/07_batching.ipynb #7777cce0
 def end_id(
     tokenizer, # a transformers tokenizer
 ) -> int: # id of the end token
@@ -145,6 +146,7 @@ def row_order(
     import numpy as np
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(n_rows).tolist()
 
+# %% ../nbs/07_batching.ipynb #294ceb8d
 class TaskLoader:
     "Training batches of one task in a seeded order, from any step on; re-iterable."
     def __init__(self,

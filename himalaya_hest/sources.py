@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['READERS', 'LAYOUT', 'read_text', 'read_json', 'read_csv', 'read_parquet', 'read_saved', 'find_split', 'spread',
            'Source', 'LocalSource', 'MiniSource', 'get_source', 'examples_of', 'with_label_noise', 'digest_of',
-           'tokenizer_digest', 'write_arrow', 'materialise', 'noise_rate', 'cut_counts', 'world_digest']
+           'tokenizer_digest', 'write_arrow', 'open_arrow', 'materialise', 'noise_rate', 'cut_counts', 'world_digest']
 
 # %% ../nbs/08b_sources.ipynb #6a8a94bc
 import csv
@@ -65,6 +65,7 @@ def read_csv(
     columns = [_typed(c) for c in zip(*records)]
     return [(i, _nested(header, cells)) for i, cells in enumerate(zip(*columns), 1)]
 
+# %% ../nbs/08b_sources.ipynb #34580394
 def _lines(text):
     return (line + "\n" for line in text.replace("\r\n", "\n").split("\n"))
 
@@ -128,6 +129,7 @@ def spread(
     if max_rows is None or max_rows >= n_rows: return list(range(n_rows))
     return [i * n_rows // max_rows for i in range(max_rows)]
 
+# %% ../nbs/08b_sources.ipynb #2592708b
 class Source:
     "Rows of tasks. A subclass gives `read` and `where`."
     name = "source"
@@ -154,7 +156,7 @@ class Source:
         "The rows alone."
         return [row for _, row in self.numbered_rows(task, split, max_rows)]
 
-# %% ../nbs/08b_sources.ipynb #2592708b
+# %% ../nbs/08b_sources.ipynb #72af02dc
 def _split_of(task, split):
     if split not in task.splits:
         raise ValueError(f"task '{task.name}' has no split '{split}', only {', '.join(task.splits)}; add it under `splits` in the stream file")
@@ -164,6 +166,7 @@ def _language(task, index, row):
     try: return language_of(task, row)
     except LookupError as e: raise ValueError(f"task '{task.name}', row {index}, key 'language': {e}") from None
 
+# %% ../nbs/08b_sources.ipynb #1a3eb4da
 class LocalSource(Source):
     "Rows from `data_dir/<task>/<split>.jsonl` (or .json, .csv, .parquet, or saved by datasets)."
     name = "local"
@@ -276,6 +279,19 @@ def write_arrow(
         os.replace(partial, path)
     finally: partial.unlink(missing_ok=True)
 
+# %% ../nbs/08b_sources.ipynb #e4565140
+def open_arrow(
+    path: Path, # an Arrow stream file
+    n_rows: int, # rows that it must have
+): # datasets.Dataset, memory-mapped, or None
+    "The file as a dataset; None if it is not there or damaged (a full disk, a lost machine), so that it is made again."
+    import pyarrow as pa
+    from datasets import Dataset
+    if not path.is_file(): return None
+    try: dataset = Dataset.from_file(str(path))
+    except (pa.ArrowInvalid, OSError): return None
+    return dataset if len(dataset) == n_rows else None
+
 def _chunks(numbered, examples, tokenizer, max_length, max_new_tokens, size=1000):
     for at in range(0, len(examples), size):
         part = examples[at:at + size]
@@ -283,7 +299,7 @@ def _chunks(numbered, examples, tokenizer, max_length, max_new_tokens, size=1000
         yield [row | dict(row=index, target=e.target, references=list(e.references), language=e.language)
                for row, e, (index, _) in zip(rows, part, numbered[at:at + size])]
 
-# %% ../nbs/08b_sources.ipynb #a65d05b7
+# %% ../nbs/08b_sources.ipynb #3fb90642
 def materialise(
     task: Task, # whose rows
     source: Source, # where they are
@@ -296,20 +312,21 @@ def materialise(
     noise_seed: int = 0, # seed of the label noise
 ): # datasets.Dataset: input_ids, labels, prompt_mask, instruction_mask, row, target, references, language, prompt_cut, target_cut
     "The tokenised rows of a split, made once and then read from `cache_dir`."
-    from datasets import Dataset
     numbered = source.numbered_rows(task, split, max_rows)
     rate = noise_rate(task, split, label_noise)
     key = digest_of(LAYOUT, asdict(task), split, numbered, tokenizer_digest(tokenizer), max_length, [rate, noise_seed if rate else 0])
     path = Path(cache_dir).expanduser() / "rows" / f"{task.name}-{split}-{key[:40]}.arrow"
-    if not path.exists():
+    dataset = open_arrow(path, len(numbered))
+    if dataset is None:
         examples = examples_of(task, source, split, numbered)
         if rate: examples = with_label_noise(task, examples, rate, noise_seed)
         write_arrow(path, _chunks(numbered, examples, tokenizer, max_length, task.max_new_tokens))
-    dataset = Dataset.from_file(str(path))
+        dataset = open_arrow(path, len(numbered))
     if len(numbered) > 1 and len(only := dataset.unique("target")) == 1:
         warnings.warn(f"{source.where(task, _split_of(task, split)[0])}: all {len(dataset)} targets are {only[0]!r}; the score of '{task.name}' says little")
     return dataset
 
+# %% ../nbs/08b_sources.ipynb #98e39a95
 def noise_rate(
     task: Task, # a task, with `label_noise` above 0 if it takes any
     split: str, # only train is ever noisy

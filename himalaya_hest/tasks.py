@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'SPLITS', 'GROUPS', 'CHECKS', 'TASK_KEYS', 'STREAM_KEYS', 'REQUIRED', 'SOURCES', 'WORLDS', 'parse_template',
-           'resolve', 'nearest', 'as_text', 'fill', 'label_text', 'entity_spans', 'Example', 'Task', 'target_of',
-           'language_of', 'check_keys', 'make_task', 'metric_names', 'check_split', 'split_rows', 'Stream', 'read_yaml',
-           'stream_names', 'load_stream', 'stream_from']
+           'resolve', 'nearest', 'as_text', 'fill', 'label_text', 'entity_spans', 'Example', 'Task',
+           'labels_for_metric', 'format_row', 'target_of', 'language_of', 'check_keys', 'make_task', 'metric_names',
+           'check_split', 'split_rows', 'Stream', 'read_yaml', 'stream_names', 'load_stream', 'stream_from']
 
 # %% ../nbs/06_tasks.ipynb #908879d9
 import difflib
@@ -57,6 +57,7 @@ def resolve(
         value = value[step]
     return value
 
+# %% ../nbs/06_tasks.ipynb #ec5c665e
 def nearest(
     word: str, # what was written
     known, # iterable of names that exist
@@ -165,22 +166,29 @@ class Task:
     shared_instruction: str | None = None # tasks with the same value share their instruction word for word
 
     @property
-    def metric_labels(self) -> tuple[str, ...] | None: # what `text_metrics.score` takes as `labels`
-        "Label texts, or for questions the word that means that there is no answer."
-        if self.kind == "entities": return None
-        return self.labels or (None if self.no_answer is None else (self.no_answer,))
+    def metric_labels(self) -> tuple[str, ...] | None: return labels_for_metric(self)
+    def format(self, row: dict, index: int | None = None) -> Example: return format_row(self, row, index)
 
-    def format(self,
-        row: dict, # one row of the data
-        index: int | None = None, # its number, for error messages
-    ) -> Example:
-        "The row as text; `ValueError` naming task, row and column when the row does not fit."
-        try:
-            prompt, (target, references) = fill(self.prompt, row), target_of(self, row)
-            return Example(self.instruction, prompt, target, references, language_of(self, row) or self.languages[-1])
-        except LookupError as e:
-            at = "" if index is None else f", row {index}"
-            raise ValueError(f"task '{self.name}'{at}: {e}. Mend the row, or the templates of the task in its stream file") from None
+# %% ../nbs/06_tasks.ipynb #7708aec2
+def labels_for_metric(
+    task: Task, # the task
+) -> tuple[str, ...] | None: # what `text_metrics.score` takes as `labels`
+    "Label texts, or for questions the word that means that there is no answer."
+    if task.kind == "entities": return None
+    return task.labels or (None if task.no_answer is None else (task.no_answer,))
+
+def format_row(
+    task: Task, # the task
+    row: dict, # one row of the data
+    index: int | None = None, # its number, for error messages
+) -> Example:
+    "The row as text; `ValueError` naming task, row and column when the row does not fit."
+    try:
+        prompt, (target, references) = fill(task.prompt, row), target_of(task, row)
+        return Example(task.instruction, prompt, target, references, language_of(task, row) or task.languages[-1])
+    except LookupError as e:
+        at = "" if index is None else f", row {index}"
+        raise ValueError(f"task '{task.name}'{at}: {e}. Mend the row, or the templates of the task in its stream file") from None
 
 # %% ../nbs/06_tasks.ipynb #8ba1b4f9
 def target_of(
@@ -211,6 +219,7 @@ def _answers(task, row):
         return [as_text(a).strip() for a in resolve(pieces[0][:-1], row)]
     return [fill(task.target, row)]
 
+# %% ../nbs/06_tasks.ipynb #5c1feca8
 def language_of(
     task: Task, # the task
     row: dict, # one row
@@ -345,6 +354,7 @@ def read_yaml(
     except UnicodeDecodeError as e: raise ValueError(f"{path}: not UTF-8 (byte {e.start}); save the file as UTF-8") from None
     except yaml.YAMLError as e: raise ValueError(f"{path}: not readable as YAML: {e}") from None
 
+# %% ../nbs/06_tasks.ipynb #e1810e5d
 def stream_names() -> list[str]:
     "Names of the streams that come with the package."
     return sorted(f.name[:-5] for f in _streams_dir().iterdir() if f.name.endswith(".yaml"))
@@ -376,7 +386,7 @@ def stream_from(
     stream = Stream(given["name"], given.get("source", "local"), given.get("world"), _tasks(given["tasks"], where))
     return _check_stream(stream, where)
 
-# %% ../nbs/06_tasks.ipynb #1407b7f0
+# %% ../nbs/06_tasks.ipynb #c5787f78
 def _tasks(given, where):
     tasks, seen = [], set()
     for i, one in enumerate(given, 1):
@@ -389,6 +399,7 @@ def _tasks(given, where):
         tasks.append(task)
     return tuple(tasks)
 
+# %% ../nbs/06_tasks.ipynb #dd3dc47c
 def _extended(given, where):
     if given["extends"] == given["name"]: raise ValueError(f"{where}, key 'extends': a stream cannot extend itself")
     base = load_stream(given["extends"])
