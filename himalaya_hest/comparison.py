@@ -76,6 +76,7 @@ def primary_metric(
     if None in found or len(set(found)) > 1: raise ValueError(f"runs {[r['run_id'] for r in records]} have the primary metrics {found}: compare runs of one study")
     return found[0]
 
+# %% ../nbs/45a_comparison.ipynb #d6d99e73
 def _best(records, name, higher):
     "The run with the best value, as run_id and value; None where no run has one."
     known = [(r["summary"][name], r["run_id"]) for r in records if _number(r["summary"].get(name))]
@@ -83,7 +84,6 @@ def _best(records, name, higher):
     value, run_id = (max if higher else min)(known, key=lambda p: p[0])
     return dict(run_id=run_id, value=value)
 
-# %% ../nbs/45a_comparison.ipynb #d6d99e73
 def aggregated_metrics(
     records: list[dict], # records of one world and one study
 ) -> dict: # primary_metric, metrics, best_proposed, best_baseline, gap
@@ -127,6 +127,7 @@ def comparison_bars(
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=7.5, frameon=False)
     return Chart(name, figure)
 
+# %% ../nbs/45a_comparison.ipynb #12f90869
 def aggregate(
     results_dir: str | Path, # folder of run folders
     run_ids: str | list, # as for select_runs

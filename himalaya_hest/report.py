@@ -87,6 +87,7 @@ def _draw_single_curve(axes, record, curve):
     _task_ticks(axes, record["tasks"])
     axes.set_xlabel("after training task", fontsize=9)
 
+# %% ../nbs/45_report.ipynb #45fe3670
 def retained_curve(
     records: list[dict] | dict, # one record, or several of one world
 ) -> Chart: # topic retained_accuracy
@@ -217,6 +218,7 @@ def learning_curves(
     _mark_tasks(top, x, tasks)
     return Chart("learning_curves", figure)
 
+# %% ../nbs/45_report.ipynb #60d45e09
 def _mark_tasks(axes, x, tasks):
     "A line where a task ends and its name above it."
     start = 0.
@@ -238,6 +240,7 @@ def _draw_confusion(axes, name, labels, counts):
     axes.set_yticks(range(len(short)), short, fontsize=small)
     axes.set_title(f"{name} (n = {counts.sum():.0f})", fontsize=8)
 
+# %% ../nbs/45_report.ipynb #c4fefcab
 def confusion_matrices(
     record: dict, # a run's record; confusion: task -> {"labels": K texts, "counts": K rows of K + 1}
 ) -> Chart: # topic confusion
