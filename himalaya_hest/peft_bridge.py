@@ -6,11 +6,15 @@
 __all__ = ['add_peft_type', 'register_peft_method']
 
 # %% ../nbs/09_peft_bridge.ipynb #8f6f1c79
+import functools
+
 import peft
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils.peft_types import PeftType
 
 # %% ../nbs/09_peft_bridge.ipynb #96bc0e67
+_own = set() # names of the members made here
+
 def add_peft_type(
     name: str, # upper case, as it will stand in `adapter_config.json`
 ) -> PeftType: # the member of that name
@@ -23,22 +27,36 @@ def add_peft_type(
     PeftType._member_names_.append(name)
     PeftType._member_map_[name] = member
     PeftType._value2member_map_[name] = member
+    _own.add(name)
     return member
 
 # %% ../nbs/09_peft_bridge.ipynb #d4b9ace2
-_registered = set()
-
 def register_peft_method(
     name: str, # lower case; also the prefix of parameter names, with "_" behind it
     config_cls: type, # a PeftConfig
     model_cls: type, # a BaseTuner with that prefix
+    forward_args: tuple[str, ...] = (), # keywords of forward and generate that are for the tuner, not for the backbone
 ) -> None:
     "Make a method known to PEFT under a name; `ValueError` if PEFT has one of its own under it."
-    if name.upper() in PeftType.__members__ and name not in _registered:
+    member = add_peft_type(name.upper())
+    if name.upper() not in _own:
         raise ValueError(f"PEFT has a method named {name!r} of its own; choose another name")
-    if name in _registered:
-        member = PeftType[name.upper()]
-        for table in (PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING): table.pop(member, None)
-    add_peft_type(name.upper())
+    for table in (PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING): table.pop(member, None)
     peft.utils.register_peft_method(name=name, config_cls=config_cls, model_cls=model_cls)
-    _registered.add(name)
+    _forward_args[name.upper()] = tuple(forward_args)
+
+# %% ../nbs/09_peft_bridge.ipynb #fb80ad36
+_forward_args = {}
+
+def _fill_forward_args(cls):
+    "Let the constructor of PeftModel add the method's own keywords to `special_peft_forward_args`; once."
+    if hasattr(cls.__init__, "fills_forward_args"): return
+    init = cls.__init__
+    @functools.wraps(init)
+    def wrapped(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.special_peft_forward_args = set(self.special_peft_forward_args) | set(_forward_args.get(str(self.peft_type.value), ()))
+    wrapped.fills_forward_args = True
+    cls.__init__ = wrapped
+
+_fill_forward_args(peft.PeftModel)
