@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -71,7 +72,7 @@ def _lines(text):
 
 def _typed(cells):
     if all(c in ("True", "False") for c in cells): return [c == "True" for c in cells]
-    if all(c.lstrip("-").isdecimal() and c.isascii() and str(int(c)) == c for c in cells): return [int(c) for c in cells]
+    if all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", c) for c in cells): return [int(c) for c in cells]
     return cells
 
 def _nested(header, cells):
@@ -320,7 +321,8 @@ def materialise(
     if dataset is None:
         examples = examples_of(task, source, split, numbered)
         if rate: examples = with_label_noise(task, examples, rate, noise_seed)
-        write_arrow(path, _chunks(numbered, examples, tokenizer, max_length, task.max_new_tokens))
+        try: write_arrow(path, _chunks(numbered, examples, tokenizer, max_length, task.max_new_tokens))
+        except ValueError as e: raise ValueError(f"task '{task.name}': {e}") from None
         dataset = open_arrow(path, len(numbered))
     if len(numbered) > 1 and len(only := dataset.unique("target")) == 1:
         warnings.warn(f"{source.where(task, _split_of(task, split)[0])}: all {len(dataset)} targets are {only[0]!r}; the score of '{task.name}' says little")

@@ -226,9 +226,10 @@ def language_of(
 ) -> str | None: # ISO code, or None for a row that the task leaves out
     "The language of a row's target."
     if task.language is None: return task.languages[-1]
-    text = fill(task.language, row)
-    if task.language_prefixes is None: return text
-    return next((code for prefix, code in task.language_prefixes.items() if text.startswith(prefix)), None)
+    code = fill(task.language, row)
+    if task.language_prefixes is not None: code = next((c for prefix, c in task.language_prefixes.items() if code.startswith(prefix)), None)
+    if code not in (None, *task.languages): raise LookupError(f"language {code!r} is none of the task's languages {list(task.languages)}")
+    return code
 
 # %% ../nbs/06_tasks.ipynb #0435e3ad
 def _is_texts(v): return isinstance(v, list) and bool(v) and all(_is_text(t) for t in v)
@@ -291,17 +292,26 @@ def make_task(
         except ValueError as e: raise ValueError(f"{where}, key '{key}': {e}") from None
         if key == "target" and (task.labels or task.kind == "entities") and (len(pieces) != 1 or isinstance(pieces[0], str)):
             raise ValueError(f"{where}, key 'target': with labels or entities it must be one column such as {{label}}; got {task.target!r}")
-    if task.labels and len({l.strip().casefold() for l in task.labels}) < max(2, len(task.labels)):
-        raise ValueError(f"{where}, key 'labels': expected at least two texts that differ in more than case; got {list(task.labels)}")
-    for role, expression in task.splits.items(): check_split(role, expression, where)
-    if missing := [r for r in SPLITS[:2] if r not in task.splits]:
-        raise ValueError(f"{where}, key 'splits': '{missing[0]}' is missing; write, for example, {{train: train, validation: test}}")
+    _fits_together(task, where)
     return task
 
 def metric_names() -> tuple[str, ...]:
     "Names of the metrics that a task may ask for."
     from himalaya_hest.text_metrics import METRICS
     return tuple(METRICS)
+
+# %% ../nbs/06_tasks.ipynb #f866ff34
+def _fits_together(task, where):
+    if task.labels and len({l.strip().casefold() for l in task.labels}) < max(2, len(task.labels)):
+        raise ValueError(f"{where}, key 'labels': expected at least two texts that differ in more than case; got {list(task.labels)}")
+    if task.label_noise and (not task.labels or task.kind == "entities"):
+        raise ValueError(f"{where}, key 'label_noise': only for tasks whose target is one of `labels`")
+    if task.language_prefixes and not task.language: raise ValueError(f"{where}, key 'language_prefixes': only together with `language`")
+    if foreign := [c for c in (task.language_prefixes or {}).values() if c not in task.languages]:
+        raise ValueError(f"{where}, key 'language_prefixes': '{foreign[0]}' is none of the languages {list(task.languages)}; add it there")
+    for role, expression in task.splits.items(): check_split(role, expression, where)
+    if missing := [r for r in SPLITS[:2] if r not in task.splits]:
+        raise ValueError(f"{where}, key 'splits': '{missing[0]}' is missing; write, for example, {{train: train, validation: test}}")
 
 # %% ../nbs/06_tasks.ipynb #b913871d
 _SLICE = re.compile(r"([\w-]+)(?:\[(\d+%?)?:(\d+%?)?\])?")
@@ -352,7 +362,7 @@ def read_yaml(
     try: return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except FileNotFoundError: raise ValueError(f"{path}: there is no such file; give the path of a stream file, or one of {', '.join(stream_names())}") from None
     except UnicodeDecodeError as e: raise ValueError(f"{path}: not UTF-8 (byte {e.start}); save the file as UTF-8") from None
-    except yaml.YAMLError as e: raise ValueError(f"{path}: not readable as YAML: {e}") from None
+    except (yaml.YAMLError, TypeError) as e: raise ValueError(f"{path}: not readable as YAML: {e}") from None
 
 # %% ../nbs/06_tasks.ipynb #e1810e5d
 def stream_names() -> list[str]:
@@ -394,7 +404,7 @@ def _tasks(given, where):
         at = f"{where}: task {i}" + (f" '{name}'" if name else "")
         task = make_task(one, at)
         if task.name in seen: raise ValueError(f"{at}, key 'name': two tasks are called '{task.name}'; give each its own name")
-        if not re.fullmatch(r"[\w.-]+", task.name): raise ValueError(f"{at}, key 'name': expected letters, digits, '_', '-' and '.' (it names a folder)")
+        if not re.fullmatch(r"\w[\w.-]*", task.name): raise ValueError(f"{at}, key 'name': expected letters, digits, '_', '-' and '.', and no '.' first (it names a folder)")
         seen.add(task.name)
         tasks.append(task)
     return tuple(tasks)
@@ -402,7 +412,10 @@ def _tasks(given, where):
 # %% ../nbs/06_tasks.ipynb #dd3dc47c
 def _extended(given, where):
     if given["extends"] == given["name"]: raise ValueError(f"{where}, key 'extends': a stream cannot extend itself")
-    base = load_stream(given["extends"])
+    base = given["extends"]
+    if base.endswith((".yaml", ".yml")): base = Path(where).expanduser().parent / base # beside the file that names it
+    try: base = load_stream(base)
+    except RecursionError: raise ValueError(f"{where}, key 'extends': streams that extend each other; give one of them tasks of its own") from None
     first = given.get("first", len(base.tasks))
     if first > len(base.tasks): raise ValueError(f"{where}, key 'first': {first} tasks asked, '{base.name}' has {len(base.tasks)}")
     return _check_stream(Stream(given["name"], given.get("source", base.source), given.get("world", base.world), base.tasks[:first]), where)
