@@ -80,7 +80,7 @@ def as_text(
         try: value.encode()
         except UnicodeEncodeError as e: raise LookupError(f"{_brief(value)} holds half a character at {e.start}, which no UTF-8 file can; mend the escape") from None
         return value.replace("\r\n", "\n").replace("\r", "\n")
-    if isinstance(value, (int, float)) and not isinstance(value, bool): return str(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value: return str(value)
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value): return as_text(" ".join(value))
     raise LookupError(f"{_brief(value)} is not text, a number or a list of tokens")
 
