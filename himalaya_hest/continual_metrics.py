@@ -134,8 +134,8 @@ def other_conventions(
     over_T = float((R[-1] - np.diag(R)).mean())
     out = dict(olora_average_accuracy=average_accuracy(R), trace_op=average_accuracy(R), trace_bwt=over_T,
                sapt_ap=average_accuracy(R), sapt_forgetting_rate=average_forgetting(R), sapt_bwt=over_T,
-               just_learned_drop=-backward_transfer(R))
-    return out if single is None else out | dict(sapt_fwt=-intransigence(R, single))
+               just_learned_drop=0. - backward_transfer(R))
+    return out if single is None else out | dict(sapt_fwt=0. - intransigence(R, single))
 
 # %% ../nbs/03_continual_metrics.ipynb #d7b7797a
 def continual_summary(

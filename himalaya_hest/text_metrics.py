@@ -181,6 +181,10 @@ def _is_no_answer(text, no_answer):
     "Whether a text is empty or one of the no-answer words."
     return not text.strip() or normalise_answer(text) in map(normalise_answer, no_answer or NO_ANSWER)
 
+def _says_no_answer(prediction, references, no_answer):
+    "Whether a prediction rightly says that there is no answer; silence does only where a reference is silent."
+    return _is_no_answer(prediction, no_answer) and (prediction.strip() != "" or any(not r.strip() for r in references))
+
 def _answer_f1(prediction, reference):
     "F1 over the words of two answers; two empty ones agree."
     p, r = _answer_words(prediction), _answer_words(reference)
@@ -200,7 +204,7 @@ def token_f1(
     f1, em, missing = [], [], []
     for p, refs in zip(predictions, references):
         missing.append(all(_is_no_answer(r, labels) for r in refs))
-        equal = _is_no_answer(p, labels) if missing[-1] else any(normalise_answer(p) == normalise_answer(r) for r in refs)
+        equal = _says_no_answer(p, refs, labels) if missing[-1] else any(normalise_answer(p) == normalise_answer(r) for r in refs)
         em.append(float(equal))
         f1.append(float(equal) if missing[-1] else max(_answer_f1(p, r) for r in refs))
     mean = lambda xs: _share(sum(xs) / len(xs))
