@@ -209,6 +209,7 @@ def learning_curves(
         plain_axes(axes)
         points = [(a, h[key]) for a, h in zip(x, history) if h.get(key) is not None]
         if points: axes.plot(*zip(*points), color=color, marker=marker, markersize=3.5, linewidth=1)
+        else: axes.text(.5, .4, "not recorded", transform=axes.transAxes, ha="center", fontsize=9, color="#666666")
         for a, v in points if marker else (): axes.annotate(f"{v:.2f}", (a, v), (0, 4), textcoords="offset points", ha="center", fontsize=6.5)
         axes.set_ylabel(label, fontsize=9)
     top.set_ylim(0, 1.5 * top.get_ylim()[1]) # the upper third is for the tasks' names
