@@ -366,11 +366,19 @@ def _state_bytes(self, adapter_name: str | None = None) -> dict[str, int]: # par
         parts[key] = parts.get(key, 0) + t.numel() * t.element_size()
     return parts
 
+def _serving_bytes(self, adapter_name: str | None = None) -> int:
+    "Bytes that answering needs beside the backbone: vectors, gains and router columns of the slots in use, statistics and prototypes, but not the projector."
+    core, parts = self.core(adapter_name), self.state_bytes(adapter_name)
+    per_slot = sum(b for n, b in parts.items() if n.startswith(("dictionary", "router.w2", "owner")))
+    fixed = sum(b for n, b in parts.items() if n.startswith("router") and n != "router.w2")
+    return fixed + per_slot * int((core.owner >= 0).sum()) // len(core.owner)
+
 def _dictionary_life(self, adapter_name: str | None = None) -> list[dict]: # one per task
     "What became of the slots: grown, restarted, pruned and kept by each task, free after it, and how often its own slots open."
     return [dict(r) for r in self.stream_hooks(adapter_name).life]
 
-HimalayaModel.optimizer_groups, HimalayaModel.state_bytes, HimalayaModel.dictionary_life = _optimizer_groups, _state_bytes, _dictionary_life
+HimalayaModel.optimizer_groups, HimalayaModel.state_bytes = _optimizer_groups, _state_bytes
+HimalayaModel.serving_bytes, HimalayaModel.dictionary_life = _serving_bytes, _dictionary_life
 
 # %% ../nbs/14_himalaya.ipynb #13a53c4b
 register_peft_method("himalaya", HimalayaConfig, HimalayaModel, forward_args=("prompt_mask", "instruction_mask"))
