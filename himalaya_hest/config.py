@@ -48,7 +48,7 @@ class TrainingParameters:
     max_grad_norm: float = 1.
     max_length: int | None = None # tokens of prompt and target; None: the smaller of 1024 and the model's context
     max_train_rows: int | None = None # None: as the scale says; a task's own cap holds as well
-    label_noise: float = 0. # share of replaced labels, in tasks that are marked for it
+    label_noise: float | None = None # share of replaced training labels, in tasks that take noise; None: as the task says
     bf16: bool = False # autocast to bfloat16
     gradient_checkpointing: bool = False # recompute activations in the backward pass
     checkpoint_interval_s: float = 20. # seconds between two checkpoints inside a task
@@ -59,6 +59,7 @@ class EvaluationParameters:
     "How tasks are evaluated."
     per_device_eval_batch_size: int = 128 # prompts generated at once, of whatever tasks
     max_eval_rows: int | None = None # None: as the scale says
+    max_new_tokens: int | None = None # generated tokens at most, beside each task's own cap
     latency_pairs: int = 20 # interleaved pairs of generations for the CPU latency overhead; 0: not measured
     latency_new_tokens: int = 16 # generated tokens of each
 
@@ -136,10 +137,10 @@ def _check_choice(name, value):
 def _check_ranges(cfg, training, evaluation):
     positive = {f"training.{k}": getattr(training, k) for k in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
                 "max_grad_norm", "max_length", "max_train_rows", "learning_rate")}
-    positive |= {f"evaluation.{k}": getattr(evaluation, k) for k in ("per_device_eval_batch_size", "max_eval_rows", "latency_new_tokens")}
+    positive |= {f"evaluation.{k}": getattr(evaluation, k) for k in ("per_device_eval_batch_size", "max_eval_rows", "max_new_tokens", "latency_new_tokens")}
     for name, value in positive.items():
         if value is not None and not 0 < value < float("inf"): raise ValueError(f"parameter {name} = {value!r} must be a positive number.")
-    shares = {"training.label_noise": training.label_noise, "training.warmup_ratio": training.warmup_ratio}
+    shares = {"training.label_noise": training.label_noise or 0., "training.warmup_ratio": training.warmup_ratio}
     for name, value in shares.items():
         if not 0 <= value <= 1: raise ValueError(f"parameter {name} = {value!r} must lie in [0, 1].")
     for name, value in {"seed": cfg.seed, "order_seed": cfg.order_seed}.items():
@@ -183,7 +184,7 @@ def _resolve_training(cfg, given):
 def _resolve_evaluation(cfg, given):
     evaluation = asdict(_checked(EvaluationParameters, given, "evaluation."))
     evaluation["max_eval_rows"] = evaluation["max_eval_rows"] or SCALES[cfg.scale]["max_eval_rows"]
-    if cfg.mode == "trial": evaluation |= {"max_eval_rows": min(2, evaluation["max_eval_rows"]), "latency_pairs": 0}
+    if cfg.mode == "trial": evaluation |= {"max_eval_rows": min(2, evaluation["max_eval_rows"]), "max_new_tokens": min(8, evaluation["max_new_tokens"] or 8), "latency_pairs": 0}
     return evaluation
 
 # %% ../nbs/41_config.ipynb #7d7fd27d

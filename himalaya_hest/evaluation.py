@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from .batching import Collator, end_id, pad_id
 from .registry import Adapter
-from .text_metrics import score
+from .text_metrics import confusion_counts, score
 from .training import MASKS
 
 # %% ../nbs/44_evaluation.ipynb #afebc36e
@@ -25,7 +26,7 @@ class EvaluationTask:
     name: str
     metric: str # a name in text_metrics.METRICS
     max_new_tokens: int # generated at most
-    prompts: tuple # per row (token ids, instruction mask), both lists
+    prompts: tuple # per row input_ids, prompt_mask, instruction_mask: lists
     references: tuple # per row a tuple of accepted answers
     labels: tuple | None = None # label texts for label accuracy; else the word for "no answer"
     languages: tuple | None = None # per row the ISO code of the target
@@ -33,40 +34,29 @@ class EvaluationTask:
 def evaluation_task(
     task, # tasks.Task
     dataset, # materialised validation rows
+    max_new_tokens: int | None = None, # cap beside the task's own
 ) -> EvaluationTask:
     "Take a task's prompts and references out of its materialised rows."
     rows = dataset.with_format(None)
-    prompts = []
-    for ids, prompt, instruction in zip(rows["input_ids"], rows["prompt_mask"], rows["instruction_mask"]):
-        n = sum(prompt) # a prompt leads its row
-        prompts.append((list(ids[:n]), list(instruction[:n])))
-    labels = task.labels if task.metric == "label_accuracy" else (task.no_answer,) if task.no_answer else None
-    return EvaluationTask(task.name, task.metric, task.max_new_tokens, tuple(prompts), tuple(tuple(r) for r in rows["references"]), labels, tuple(rows["language"]))
+    names = ("input_ids", "prompt_mask", "instruction_mask")
+    columns = [rows[k] for k in names]
+    prompts = [{k: list(v[:sum(row[1])]) for k, v in zip(names, row)} for row in zip(*columns)] # a prompt leads its row
+    cap = min(task.max_new_tokens, max_new_tokens or task.max_new_tokens)
+    return EvaluationTask(task.name, task.metric, cap, tuple(prompts), tuple(tuple(r) for r in rows["references"]), task.metric_labels, tuple(rows["language"]))
 
 # %% ../nbs/44_evaluation.ipynb #1ab12d9d
 def evaluation_batches(
     tasks: list[EvaluationTask],
     batch_size: int, # prompts at most
-    pad_token_id: int,
+    tokenizer, # for its padding id
 ) -> list[dict]: # model inputs, left padded, beside `rows` [(task, row)] and `max_new_tokens`
     "Pool the prompts of all tasks into batches of like length."
-    rows = sorted((t.max_new_tokens, len(ids), i, j) for i, t in enumerate(tasks) for j, (ids, _) in enumerate(t.prompts))
-    batches, group = [], []
+    rows = sorted((t.max_new_tokens, len(p["input_ids"]), i, j) for i, t in enumerate(tasks) for j, p in enumerate(t.prompts))
+    groups, collate = [], Collator(tokenizer, padding_side="left")
     for row in rows:
-        if group and (len(group) == batch_size or row[0] != group[0][0]): batches.append(group); group = []
-        group.append(row)
-    return [_left_padded(tasks, g, pad_token_id) for g in batches + [group] if g]
-
-def _left_padded(tasks, group, pad_token_id):
-    width = max(n for _, n, _, _ in group)
-    ids = np.full((len(group), width), pad_token_id, dtype=np.int64)
-    attended, instruction = np.zeros((len(group), width), dtype=bool), np.zeros((len(group), width), dtype=bool)
-    for k, (_, n, i, j) in enumerate(group):
-        ids[k, width - n:], instruction[k, width - n:] = tasks[i].prompts[j]
-        attended[k, width - n:] = True
-    attended, instruction = torch.from_numpy(attended), torch.from_numpy(instruction)
-    return dict(input_ids=torch.from_numpy(ids), attention_mask=attended.long(), prompt_mask=attended, instruction_mask=instruction,
-                rows=[(i, j) for _, _, i, j in group], max_new_tokens=group[0][0])
+        if not groups or len(groups[-1]) == batch_size or row[0] != groups[-1][0][0]: groups.append([])
+        groups[-1].append(row)
+    return [collate([tasks[i].prompts[j] for _, _, i, j in g]) | dict(rows=[(i, j) for _, _, i, j in g], max_new_tokens=g[0][0]) for g in groups]
 
 # %% ../nbs/44_evaluation.ipynb #84be2048
 def greedy(
@@ -78,8 +68,7 @@ def greedy(
     "Generate one batch of prompts greedily; special tokens are dropped from the texts."
     from transformers import GenerationConfig
     device = next(model.parameters()).device
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    config = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=batch["max_new_tokens"], eos_token_id=tokenizer.eos_token_id, pad_token_id=pad)
+    config = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=batch["max_new_tokens"], eos_token_id=end_id(tokenizer), pad_token_id=pad_id(tokenizer))
     names = ("input_ids", "attention_mask") + (MASKS if takes_masks else ())
     with torch.no_grad():
         out = model.generate(**{k: batch[k].to(device) for k in names}, generation_config=config)
@@ -93,9 +82,8 @@ def generate_answers(
 ) -> list[list[str]]: # per task, per row
     "Generated texts of all rows of the tasks."
     answers = [[""] * len(t.prompts) for t in tasks]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     adapter.model.eval()
-    for batch in evaluation_batches(tasks, batch_size, pad):
+    for batch in evaluation_batches(tasks, batch_size, tokenizer):
         for (i, j), text in zip(batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks)): answers[i][j] = text.strip()
     return answers
 
@@ -105,10 +93,12 @@ def evaluate(
     tasks: list[EvaluationTask],
     tokenizer,
     batch_size: int = 128, # prompts at once
-) -> dict[str, dict]: # task → metrics, with "score" in [0, 1] among them
-    "Generate and score tasks."
+) -> tuple[dict, dict]: # task → metrics, with "score" in [0, 1] among them; task → {labels, counts}, for tasks with labels
+    "Generate and score tasks, and count which label was taken for which."
     answers = generate_answers(adapter, tasks, tokenizer, batch_size)
-    return {t.name: score(t.metric, a, [list(r) for r in t.references], labels=t.labels, languages=t.languages) for t, a in zip(tasks, answers)}
+    scores = {t.name: score(t.metric, a, t.references, labels=t.labels, languages=t.languages) for t, a in zip(tasks, answers)}
+    counts = {t.name: confusion_counts(a, t.references, t.labels) for t, a in zip(tasks, answers) if t.metric == "label_accuracy"}
+    return scores, {n: dict(labels=list(labels), counts=[[int(x) for x in row] for row in c]) for n, (labels, c) in counts.items()}
 
 # %% ../nbs/44_evaluation.ipynb #5ebb5916
 def cpu_latency_overhead(
@@ -120,12 +110,13 @@ def cpu_latency_overhead(
 ) -> float | None: # median time with the adapter / without − 1; None on another device than the CPU
     "Relative process time that the adapter adds to generation at batch 1."
     if next(adapter.model.parameters()).device.type != "cpu" or pairs == 0: return None
-    rows = [_left_padded([task], [(new_tokens, len(task.prompts[j][0]), 0, j)], 0) for j in range(min(pairs, len(task.prompts)))]
+    collate = Collator(tokenizer, padding_side="left")
+    rows = [collate([p]) for p in task.prompts[:pairs]]
     def timed(batch):
         start = time.process_time()
         with torch.no_grad():
             adapter.model.generate(**{k: batch[k] for k in ("input_ids", "attention_mask") + (MASKS if adapter.takes_masks else ())},
-                                   do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0)
+                                   do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=pad_id(tokenizer))
         return time.process_time() - start
     with_, without = [], []
     for k in range(pairs + 1):

@@ -10,7 +10,6 @@ __all__ = ['LATER_ADAPTERS', 'ADAPTER_DEFAULTS', 'TRAINING_DEFAULTS', 'EWC_DEFAU
 # %% ../nbs/40_registry.ipynb #6cbe5cf1
 import difflib
 from dataclasses import dataclass, field, fields
-from typing import Callable
 
 import peft
 import torch
@@ -95,15 +94,18 @@ class Adapter:
     hooks: StreamHooks # EWC, a tuner's own, or neither
     takes_masks: bool = False # does its forward take prompt_mask and instruction_mask?
     base_names: frozenset = field(default_factory=frozenset) # names of the backbone's own tensors
-    make_hooks: Callable[[], StreamHooks] = StreamHooks # builds the hooks anew
     @property
     def tuner(self): return self.model.base_model
+    def snapshot(self) -> tuple[dict, dict]: # tensors of the adapter, state of its hooks
+        "A copy of all state, for `reset`."
+        copied = lambda named: {n: t.detach().clone() for n, t in named.items()}
+        return copied(adapter_tensors(self)), copied(self.hooks.state_dict())
     def reset(self,
-        tensors: dict, # the adapter's tensors as they were at the start, see `adapter_tensors`
+        snapshot: tuple[dict, dict], # from `snapshot`
     ) -> None:
-        "Back to the start: the given tensors, and hooks without a past."
-        load_adapter_tensors(self, tensors)
-        self.hooks = self.make_hooks()
+        "Back to where a snapshot was taken."
+        load_adapter_tensors(self, snapshot[0])
+        self.hooks.load_state_dict(snapshot[1])
 
 def _seeded(seed, build):
     "Build with torch's global generator seeded, and leave that generator as it was."
@@ -128,11 +130,9 @@ def build_adapter(
     model = _seeded(seed, lambda: peft.get_peft_model(backbone, _config_class(method)(**config)))
     tuner = model.base_model
     if hasattr(tuner, "fit_statistics"): tuner.fit_statistics(tokenizer)
-    def make_hooks():
-        own = [tuner.stream_hooks()] if hasattr(tuner, "stream_hooks") else []
-        return HookList(own + ([EWC(model, seed=seed, **(EWC_DEFAULTS | (ewc or {})))] if with_ewc else []))
-    takes = "prompt_mask" in model.special_peft_forward_args
-    return Adapter(name, model, make_hooks(), takes, names, make_hooks)
+    hooks = [tuner.stream_hooks()] if hasattr(tuner, "stream_hooks") else []
+    if with_ewc: hooks.append(EWC(model, seed=seed, **(EWC_DEFAULTS | (ewc or {}))))
+    return Adapter(name, model, HookList(hooks), hasattr(tuner, "stream_hooks") and "prompt_mask" in model.special_peft_forward_args, names)
 
 # %% ../nbs/40_registry.ipynb #5e2dadc8
 def _backbone_name(name):
@@ -174,4 +174,4 @@ def serving_bytes(
 ) -> int:
     "Bytes of what a server must hold beside the backbone."
     if hasattr(adapter.tuner, "serving_bytes"): return adapter.tuner.serving_bytes()
-    return adapter_bytes(adapter)["adapter"]
+    return sum(n for part, n in adapter_bytes(adapter).items() if part != "ewc")

@@ -1,0 +1,146 @@
+"""Calibrate a world of the mini study with LoRA alone: zero-shot scores, LoRA-8 on each task by itself over a grid of learning rates, and
+LoRA-8 on all tasks in sequence.
+
+    python bench/calibrate_world.py --world main --workers 2 --out nbs/records/world_calibration_main.json
+
+Needs torch, transformers, peft and this package. One pass over the 400 rows of a task in batches of 8 is 50 steps."""
+import argparse
+import json
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
+from transformers.utils import logging
+
+from himalaya_hest.batching import Collator, encode_all, prompt_batches
+from himalaya_hest.mini_backbone import mini_backbone_dir
+from himalaya_hest.mini_world import Dice, mini_rows
+from himalaya_hest.tasks import load_stream
+from himalaya_hest.text_metrics import score
+
+RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2)
+STREAMS = {"main": "mini25", "dev": "mini25_dev"}
+
+
+def start(model_dir, threads=1):
+    torch.set_num_threads(threads)
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    return tokenizer, model
+
+
+def with_lora(model, seed):
+    torch.manual_seed(seed)
+    return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def encoded(task, world, split, tokenizer):
+    examples = [task.format(row, i) for i, row in enumerate(mini_rows(task.name, world, split))]
+    return examples, encode_all(examples, tokenizer, 256, task.max_new_tokens)
+
+
+def train(model, task, world, tokenizer, rate, seed, batch_size=8):
+    rows = encoded(task, world, "train", tokenizer)[1]
+    rows = Dice("order", seed, task.name).some(rows, len(rows))
+    collate, steps = Collator(tokenizer), len(rows) // batch_size
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0.)
+    schedule = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
+    model.train()
+    for i in range(steps):
+        batch = collate(rows[i * batch_size:(i + 1) * batch_size])
+        loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.)
+        optimizer.step()
+        schedule.step()
+
+
+@torch.no_grad()
+def evaluate(model, task, world, tokenizer):
+    model.eval()
+    examples, rows = encoded(task, world, "validation", tokenizer)
+    said = [None] * len(rows)
+    for batch in prompt_batches(rows, tokenizer, 50):
+        out = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=task.max_new_tokens,
+                             do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        for i, ids in zip(batch["index"], out[:, batch["input_ids"].shape[1]:]): said[i] = tokenizer.decode(ids, skip_special_tokens=True)
+    labels = task.labels if task.metric == "label_accuracy" else (task.no_answer,) if task.no_answer else None
+    return score(task.metric, said, [e.references for e in examples], labels)["score"], [(e.prompt, e.target, s) for e, s in zip(examples[:3], said)]
+
+
+def one(job):
+    "Zero-shot (rate None) or LoRA-8 on one task alone."
+    model_dir, world, name, rate, seed = job
+    tokenizer, model = start(model_dir)
+    task = next(t for t in load_stream(STREAMS[world]).tasks if t.name == name)
+    if rate is not None:
+        model = with_lora(model, seed)
+        train(model, task, world, tokenizer, rate, seed)
+    return (name, rate, *evaluate(model, task, world, tokenizer))
+
+
+def sequence(job):
+    "LoRA-8 on all tasks in order; the matrix of scores."
+    model_dir, world, rate, seed = job
+    tokenizer, model = start(model_dir)
+    model, tasks, matrix = with_lora(model, seed), load_stream(STREAMS[world]).tasks, []
+    for i, task in enumerate(tasks):
+        train(model, task, world, tokenizer, rate, seed)
+        matrix.append([evaluate(model, t, world, tokenizer)[0] for t in tasks[:i + 1]])
+    return matrix
+
+
+def forgetting(matrix):
+    "Mean over all but the last task of best earlier − last."
+    n = len(matrix)
+    return sum(max(matrix[i][j] for i in range(j, n - 1)) - matrix[-1][j] for j in range(n - 1)) / (n - 1)
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--world", choices=list(STREAMS), default="main")
+    p.add_argument("--model", default=str(mini_backbone_dir()))
+    p.add_argument("--workers", type=int, default=2)
+    p.add_argument("--rates", type=float, nargs="+", default=RATES)
+    p.add_argument("--tasks", nargs="*", help="only these")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--skip-sequence", action="store_true")
+    p.add_argument("--sequence-rate", type=float, help="rate of the sequence (default: the one that is best on average)")
+    p.add_argument("--out")
+    p.add_argument("--show", action="store_true", help="print three answers a task")
+    a = p.parse_args()
+    begun = time.time()
+    names = a.tasks or [t.name for t in load_stream(STREAMS[a.world]).tasks]
+    jobs = [(a.model, a.world, n, r, a.seed) for r in (None, *a.rates) for n in names]
+    table, best = {n: {} for n in names}, {}
+    with ProcessPoolExecutor(a.workers, mp_context=get_context("spawn")) as pool:
+        for name, rate, value, shown in pool.map(one, jobs):
+            table[name]["zero_shot" if rate is None else f"{rate:g}"] = round(value, 4)
+            if not a.show: print(name, rate, round(value, 3), flush=True)
+            else: print(name, rate, round(value, 3), shown, flush=True)
+        mean = {k: sum(table[n][k] for n in names) / len(names) for k in table[names[0]]}
+        rates = [k for k in mean if k != "zero_shot"]
+        single = max(rates, key=mean.get) if rates else None
+        best = {n: max(table[n][k] for k in rates) for n in names} if rates else {}
+        matrix = None if a.skip_sequence else list(pool.map(sequence, [(a.model, a.world, a.sequence_rate or float(single), a.seed)]))[0]
+    result = {"world": a.world, "seed": a.seed, "rates": list(a.rates), "zero_shot_mean": mean["zero_shot"], "single_task": table, "mean": mean, "single_rate": single,
+              "at_least_80_single_rate": sum(table[n][single] >= .8 for n in names) if single else None,
+              "at_least_80_best_rate": sum(v >= .8 for v in best.values()), "best_rate_mean": sum(best.values()) / max(len(best), 1)}
+    if matrix: result.update(sequence_rate=a.sequence_rate or float(single), sequence_forgetting=forgetting(matrix), sequence_average_last=sum(matrix[-1]) / len(matrix),
+                               sequence_just_learned=sum(r[-1] for r in matrix) / len(matrix), sequence_matrix=[[round(v, 4) for v in r] for r in matrix])
+    result["wall_s"] = round(time.time() - begun)
+    result["command"] = f"python bench/calibrate_world.py --world {a.world} --seed {a.seed} --rates {' '.join(f'{r:g}' for r in a.rates)}"
+    for n in names: print(f"{n:14}", *(f"{k}={v:.2f}" for k, v in table[n].items()))
+    print({k: v for k, v in result.items() if k not in ("single_task", "sequence_matrix")})
+    if a.out:
+        with open(a.out, "w", encoding="utf-8") as f: json.dump(result, f, indent=1)
+
+
+if __name__ == "__main__": main()

@@ -1,0 +1,80 @@
+"""Run every combination of a grid file, several at once, and keep one small record of each.
+
+    python bench/grid.py bench/grids/compare_main.yaml --workers 2 --threads 1
+
+A grid file is YAML: `name`, `base` (parameters of `run_continual`), and `axes` (a list of dictionaries parameter → list of
+values; each dictionary is a product, the dictionaries are joined). A nested parameter is written with a dot (training.learning_rate).
+Runs go to {results_dir}/{run_id}/ as always: finished ones are shown, killed ones go on. The records are written to
+nbs/records/{name}.json without histories and per-row details, with the command beside them.
+"""
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import yaml
+
+KEPT = ("run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device", "code_version", "bytes", "dictionary")
+ONE = "import json, sys\nfrom himalaya_hest.continual import run_continual\nrun_continual(json.loads(sys.argv[1]), quiet=True)"
+
+
+def combinations(grid):
+    "Parameters of every run of a grid."
+    for axes in grid["axes"]:
+        for values in itertools.product(*axes.values()):
+            run = json.loads(json.dumps(grid.get("base", {})))
+            for name, value in zip(axes, values):
+                outer, dot, inner = name.partition(".")
+                if dot: run.setdefault(outer, {})[inner] = value
+                else: run[name] = value
+            yield run
+
+
+def execute(parameters, threads):
+    "Run one combination in a process of its own; returns the record or the end of what it printed."
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    start = time.time()
+    done = subprocess.run([sys.executable, "-c", ONE, json.dumps(parameters)], env=env, capture_output=True, text=True)
+    label = {k: v for k, v in parameters.items() if k != "results_dir"}
+    print(f"{'ok    ' if done.returncode == 0 else 'FAILED'} {time.time() - start:6.0f} s {label}", flush=True)
+    if done.returncode: print(done.stderr[-2000:], flush=True)
+    return done.returncode == 0
+
+
+def compact(record):
+    "What is committed of a record: scores rounded to four places."
+    out = {k: record[k] for k in KEPT}
+    out["matrix"] = [[None if x is None else round(x, 4) for x in row] for row in record["matrix"]]
+    out["config"] = {k: v for k, v in out["config"].items() if k not in ("results_dir", "cache_dir", "overwrite")}
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grid", type=Path)
+    parser.add_argument("--workers", type=int, default=2, help="runs at once")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each run")
+    parser.add_argument("--results-dir", default="runs/grid")
+    parser.add_argument("--out", type=Path, help="default: nbs/records/{name}.json")
+    args = parser.parse_args()
+    grid = yaml.safe_load(args.grid.read_text(encoding="utf-8"))
+    runs = [r | dict(results_dir=args.results_dir) for r in combinations(grid)]
+    with ThreadPoolExecutor(args.workers) as pool: ok = list(pool.map(lambda r: execute(r, args.threads), runs))
+    from himalaya_hest.config import resolve
+    ids = [resolve(r).run_id for r, good in zip(runs, ok) if good]
+    records = [compact(json.loads((Path(args.results_dir)/i/"record.json").read_text(encoding="utf-8"))) for i in ids]
+    out = args.out or Path("nbs/records")/f"{grid['name']}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command = f"python bench/grid.py {args.grid} --workers {args.workers} --threads {args.threads}"
+    text = ",\n".join(json.dumps(r, ensure_ascii=False, sort_keys=True) for r in records)
+    out.write_text(f'{{"command": {json.dumps(command)}, "records": [\n{text}\n]}}\n', encoding="utf-8")
+    print(f"{len(records)} of {len(runs)} records in {out}")
+    sys.exit(0 if all(ok) else 1)
+
+
+if __name__ == "__main__": main()
