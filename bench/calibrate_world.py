@@ -21,7 +21,7 @@ from himalaya_hest.mini_world import Dice, mini_rows
 from himalaya_hest.tasks import load_stream
 from himalaya_hest.text_metrics import score
 
-RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2)
+RATES = (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)
 STREAMS = {"main": "mini25", "dev": "mini25_dev"}
 
 
