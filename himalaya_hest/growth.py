@@ -145,21 +145,23 @@ def new_atoms(
 def opening_key(
     projector: Tensor, # (N, N)
     phi: Tensor, # (n, N) features of the task's prompts
-    logit: float, # κ, the logit of their mean
-) -> Tensor: # (N,)
-    "κ Pφ̄ / (φ̄ᵀPφ̄)."
-    mean = phi.mean(0)
-    p = projector @ mean
-    return logit * p / (mean @ p).clamp_min(1e-6 * (mean @ mean).clamp_min(1e-12))
+    logit: float, # κ, the logit wanted on each of them
+    ridge: float = .1, # λ
+) -> Tensor: # (N,) float32
+    "κ PΦᵀ(ΦPΦᵀ + nλI)⁻¹1, in float64."
+    x = phi.double()
+    px = projector.double() @ x.T
+    kernel = x @ px + len(x) * ridge * torch.eye(len(x), dtype=x.dtype, device=x.device)
+    return (logit * px @ torch.linalg.solve(kernel, x.new_ones(len(x)))).to(projector.dtype)
 
-# %% ../nbs/13_growth.ipynb #7be71a33
+# %% ../nbs/13_growth.ipynb #1cfcad17
 @torch.no_grad()
 def grow(
     core: HimalayaCore,
     gradients: dict, # as `gradient_tap` gives them
     phi: Tensor, # (n, N) features of the task's prompts
     k: int, # slots wanted; fewer are grown if fewer are free
-    key_logit: float, # κ
+    key_logit: float, # κ, the logit on the task's prompts
 ) -> Tensor: # (≤ k,) int64, the slots grown
     "Give free slots to the current task: vectors from the gradient, key and coefficient in closed form, gain zero."
     slots = (core.owner < 0).nonzero().squeeze(1)[:k]
@@ -174,7 +176,7 @@ def grow(
 
 @torch.no_grad()
 def set_key(core, slots, phi, key_logit):
-    "Open slots for the given features, with coefficient 1 at their mean."
+    "Open slots for the given features, with coefficient 1 on them."
     key, K = opening_key(core.projector, phi, 1.), core.router.n_slots
     core.router.w2[:, slots] = key_logit * key[:, None]
     core.router.w2[:, K + slots] = key[:, None]
@@ -213,11 +215,11 @@ class HimalayaHooks(StreamHooks):
         loss: Callable[[dict], Tensor], # mean loss of a batch
         contexts: Callable[[dict], tuple[Tensor, Tensor]], # (e, τ) of a batch, each (b, d)
         slots_per_task: int = 3,
-        key_logit: float = 6., # κ: logit of a task's mean prompt when its slots start
+        key_logit: float = 3., # κ: logit of a task's prompts when its slots start; the threshold lies halfway
         alpha: float = .1, # of the projector: the smaller, the stronger the protection
         final_temperature: float = .1, # of the gates; they start at 1
         growth_batches: int = 4, # batches for the gradient, and later for pruning
-        context_batches: int = 32, # batches from which keys and projector are computed
+        context_batches: int = 64, # batches from which keys and projector are computed
         prune_cost: float = .2, # nats: a slot whose removal costs less is given back
     ):
         self.core, self.loss, self.contexts = core, loss, contexts

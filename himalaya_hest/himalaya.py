@@ -47,11 +47,11 @@ class HimalayaConfig(PeftConfig):
     slots_per_sequence: int = 3 # that may act on one sequence
     slots_per_task: int = 3 # that a task may grow
     logit_threshold: float = 1.5 # a slot's logit must exceed it at inference
-    key_logit: float = 6. # logit of a task's mean prompt when its slots start
+    key_logit: float = 3. # logit of a task's prompts when its slots start
     alpha: float = .1 # of the projector: the smaller, the stronger the protection
     final_temperature: float = .1 # of the gates; they start at 1
     growth_batches: int = 4 # batches for the growth gradient and for pruning
-    context_batches: int = 32 # batches for keys and projector
+    context_batches: int = 64 # batches for keys and projector
     prune_cost: float = .2 # nats: a slot whose removal costs less is given back
     seed: int = 0 # of the fixed random matrices
     router_digest: str | None = None # fingerprint of the fixed matrices, written when the adapter is made
