@@ -4,8 +4,8 @@
 
 A grid file is YAML: `name`, `base` (parameters of `run_continual`), and `axes` (a list of dictionaries parameter → list of
 values; each dictionary is a product, the dictionaries are joined). A nested parameter is written with a dot (training.learning_rate).
-Runs go to {results_dir}/{run_id}/ as always: finished ones are shown, killed ones go on. The records are written to
-nbs/records/{name}.json without histories and per-row details, with the command beside them.
+Runs go to {results_dir}/{run_id}/ as always: finished ones are shown, killed ones go on. Each record is written to
+nbs/records/{name}/{run_id}.json without histories and per-row details, with the command beside it.
 """
 import argparse
 import itertools
@@ -46,9 +46,9 @@ def execute(parameters, threads):
     return done.returncode == 0
 
 
-def compact(record):
+def compact(record, command):
     "What is committed of a record: scores rounded to four places."
-    out = {k: record[k] for k in KEPT}
+    out = {"command": command} | {k: record[k] for k in KEPT}
     out["matrix"] = [[None if x is None else round(x, 4) for x in row] for row in record["matrix"]]
     out["config"] = {k: v for k, v in out["config"].items() if k not in ("results_dir", "cache_dir", "overwrite")}
     return out
@@ -60,20 +60,21 @@ def main():
     parser.add_argument("--workers", type=int, default=2, help="runs at once")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run")
     parser.add_argument("--results-dir", default="runs/grid")
-    parser.add_argument("--out", type=Path, help="default: nbs/records/{name}.json")
+    parser.add_argument("--out", type=Path, help="default: nbs/records/{name}")
     args = parser.parse_args()
     grid = yaml.safe_load(args.grid.read_text(encoding="utf-8"))
     runs = [r | dict(results_dir=args.results_dir) for r in combinations(grid)]
     with ThreadPoolExecutor(args.workers) as pool: ok = list(pool.map(lambda r: execute(r, args.threads), runs))
     from himalaya_hest.config import resolve
     ids = [resolve(r).run_id for r, good in zip(runs, ok) if good]
-    records = [compact(json.loads((Path(args.results_dir)/i/"record.json").read_text(encoding="utf-8"))) for i in ids]
-    out = args.out or Path("nbs/records")/f"{grid['name']}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = args.out or Path("nbs/records")/grid["name"]
+    out.mkdir(parents=True, exist_ok=True)
     command = f"python bench/grid.py {args.grid} --workers {args.workers} --threads {args.threads}"
-    text = ",\n".join(json.dumps(r, ensure_ascii=False, sort_keys=True) for r in records)
-    out.write_text(f'{{"command": {json.dumps(command)}, "records": [\n{text}\n]}}\n', encoding="utf-8")
-    print(f"{len(records)} of {len(runs)} records in {out}")
+    for i in ids:
+        record = json.loads((Path(args.results_dir)/i/"record.json").read_text(encoding="utf-8"))
+        text = json.dumps(compact(record, command), ensure_ascii=False, separators=(",", ":"))
+        (out/f"{i}.json").write_text(text.replace('],[', '],\n[').replace(',"', ',\n"') + "\n", encoding="utf-8")
+    print(f"{len(ids)} of {len(runs)} records in {out}")
     sys.exit(0 if all(ok) else 1)
 
 

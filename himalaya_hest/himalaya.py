@@ -180,6 +180,7 @@ class HimalayaModel(BaseTuner):
     tuner_layer_cls = HimalayaLayer
     target_module_mapping = TARGETS
     uses_shared_state = True
+    forward_args = ("prompt_mask", "instruction_mask") # keywords of forward and generate that never reach the backbone
     def _prepare_model(self, peft_config, model):
         if "himalaya_core" not in self._modules: install(self, model)
         name = next(n for n, c in self.peft_config.items() if c is peft_config)
@@ -381,4 +382,4 @@ HimalayaModel.optimizer_groups, HimalayaModel.state_bytes = _optimizer_groups, _
 HimalayaModel.serving_bytes, HimalayaModel.dictionary_life = _serving_bytes, _dictionary_life
 
 # %% ../nbs/14_himalaya.ipynb #13a53c4b
-register_peft_method("himalaya", HimalayaConfig, HimalayaModel, forward_args=("prompt_mask", "instruction_mask"))
+register_peft_method("himalaya", HimalayaConfig, HimalayaModel)

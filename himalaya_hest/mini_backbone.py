@@ -40,6 +40,7 @@ def translate(dice, lex, wording):
     start = dice.pick(("", "", "this : ", "line : ", "so : "))
     return start + s["en"], s[{"german": "de", "french": "fr", "swahili": "sw"}[wording]]
 
+# %% ../nbs/08a_mini_backbone.ipynb #94983f74
 @skill("first", "second", "last", weight=2)
 def choose_sentence(dice, lex, wording):
     s = [parallel(dice, lex)["en"] for _ in range(3)]
@@ -88,6 +89,7 @@ def compare(dice, lex, wording):
     frame = dice.pick(("{s}", "{s}", "it seems {s}", "maybe {s} ?"))
     return joined(dice, dice.pick(("", "a : ")) + first, dice.pick(("", "b : ")) + frame.format(s=second)), relation
 
+# %% ../nbs/08a_mini_backbone.ipynb #020c5fb9
 @skill("claim", weight=6)
 def check_claim(dice, lex, wording):
     facts, absent = draw_facts(dice, lex, 3), dice.below(2)
@@ -210,6 +212,7 @@ def new_backbone(
     with torch.no_grad(): seed_copying(model, torch.Generator().manual_seed(seed))
     return model
 
+# %% ../nbs/08a_mini_backbone.ipynb #b1570407
 def encode_generic(
     examples, # iterable of (instruction, prompt, target)
     tokenizer, # with bos and eos

@@ -69,6 +69,7 @@ def parallel(
     forms["en"] = {k: w[0] for k, w in words.items()}
     return {l: patterns[l].format(**forms[l]) for l in patterns}
 
+# %% ../nbs/08_mini_world.ipynb #09a2f05e
 def draw_facts(
     dice: Dice, # the draws
     lex: dict, # words of a world
@@ -180,6 +181,7 @@ def pair(
     second = tell(b, lex, language, how) if relation == 2 else tell(a, lex, language, "deny" if relation == 1 else how)
     return tell(a, lex, language), second, tell(c, lex, language)
 
+# %% ../nbs/08_mini_world.ipynb #035fd7bf
 @twin
 def rte(dice, lex): # label 0: entailment
     label, place = dice.below(2), dice.pick(lex["places"])
@@ -199,7 +201,7 @@ def qqp(dice, lex): # label 1: duplicate
     place = dice.pick(lex["places"])
     return {"question1": f"does {tell(a, lex)} in {place} ?", "question2": f"do you think {tell(a if label else b, lex)} ?", "label": label}
 
-# %% ../nbs/08_mini_world.ipynb #035fd7bf
+# %% ../nbs/08_mini_world.ipynb #8dfa4065
 def nli(dice, lex, language): # labels 0 entailment, 1 neutral, 2 contradiction
     label = dice.below(3)
     place = dice.pick(lex["places"]) + " : " if language == "en" else ""
@@ -215,6 +217,7 @@ def xnli(dice, lex):
     language = dice.pick(("ar", "es", "ru", "tr", "zh"))
     return {"language": language, **nli(dice, lex, language)}
 
+# %% ../nbs/08_mini_world.ipynb #208f0b09
 @twin
 def boolq(dice, lex):
     facts = draw_facts(dice, lex, 3)

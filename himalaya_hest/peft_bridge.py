@@ -13,8 +13,6 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from peft.utils.peft_types import PeftType
 
 # %% ../nbs/09_peft_bridge.ipynb #96bc0e67
-_own = set() # names of the members made here
-
 def add_peft_type(
     name: str, # upper case, as it will stand in `adapter_config.json`
 ) -> PeftType: # the member of that name
@@ -27,27 +25,23 @@ def add_peft_type(
     PeftType._member_names_.append(name)
     PeftType._member_map_[name] = member
     PeftType._value2member_map_[name] = member
-    _own.add(name)
+    member.from_outside = True # what PEFT's own members lack
     return member
 
 # %% ../nbs/09_peft_bridge.ipynb #d4b9ace2
 def register_peft_method(
     name: str, # lower case; also the prefix of parameter names, with "_" behind it
     config_cls: type, # a PeftConfig
-    model_cls: type, # a BaseTuner with that prefix
-    forward_args: tuple[str, ...] = (), # keywords of forward and generate that are for the tuner, not for the backbone
+    model_cls: type, # a BaseTuner with that prefix; `forward_args` of the class: keywords that are for it, not for the backbone
 ) -> None:
     "Make a method known to PEFT under a name; `ValueError` if PEFT has one of its own under it."
     member = add_peft_type(name.upper())
-    if name.upper() not in _own:
+    if not getattr(member, "from_outside", False):
         raise ValueError(f"PEFT has a method named {name!r} of its own; choose another name")
     for table in (PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING): table.pop(member, None)
     peft.utils.register_peft_method(name=name, config_cls=config_cls, model_cls=model_cls)
-    _forward_args[name.upper()] = tuple(forward_args)
 
 # %% ../nbs/09_peft_bridge.ipynb #fb80ad36
-_forward_args = {}
-
 def _fill_forward_args(cls):
     "Let the constructor of PeftModel add the method's own keywords to `special_peft_forward_args`; once."
     if hasattr(cls.__init__, "fills_forward_args"): return
@@ -55,7 +49,7 @@ def _fill_forward_args(cls):
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):
         init(self, *args, **kwargs)
-        self.special_peft_forward_args = set(self.special_peft_forward_args) | set(_forward_args.get(str(self.peft_type.value), ()))
+        self.special_peft_forward_args = set(self.special_peft_forward_args) | set(getattr(type(self.base_model), "forward_args", ()))
     wrapped.fills_forward_args = True
     cls.__init__ = wrapped
 

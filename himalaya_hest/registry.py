@@ -132,7 +132,7 @@ def build_adapter(
     if hasattr(tuner, "fit_statistics"): tuner.fit_statistics(tokenizer)
     hooks = [tuner.stream_hooks()] if hasattr(tuner, "stream_hooks") else []
     if with_ewc: hooks.append(EWC(model, seed=seed, **(EWC_DEFAULTS | (ewc or {}))))
-    return Adapter(name, model, HookList(hooks), hasattr(tuner, "stream_hooks") and "prompt_mask" in model.special_peft_forward_args, names)
+    return Adapter(name, model, HookList(hooks), "prompt_mask" in model.special_peft_forward_args, names)
 
 # %% ../nbs/40_registry.ipynb #5e2dadc8
 def _backbone_name(name):
