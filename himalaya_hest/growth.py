@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LIFE', 'HimalayaCore', 'route', 'Tapped', 'gradient_tap', 'tapped', 'new_atoms', 'opening_key', 'grow', 'set_key',
            'free', 'confine_step', 'HimalayaHooks', 'window_gradients', 'start_task', 'finish_step', 'restart_dead',
-           'prune', 'end_task', 'optimizer_groups']
+           'prune', 'open_shares', 'reopen', 'end_task', 'optimizer_groups']
 
 # %% ../nbs/13_growth.ipynb #00397ef6
 import contextlib
@@ -30,7 +30,7 @@ class HimalayaCore(nn.Module):
         width: int, # d of the input embeddings
         n_slots: int = 64, # K
         n_features: int = 512, # N
-        mask_fraction: float = .08, # share of features an instruction opens
+        mask_fraction: float = .1, # share of features an instruction opens
         gamma: float = 4., # ‖ΔW‖ < γ at every site
         slots_per_sequence: int = 3, # that may act on one sequence
         logit_threshold: float = 1.5, # a slot's logit must exceed it at inference
@@ -206,7 +206,7 @@ def confine_step(
         else: p.copy_(torch.where(own[:, None], unit(p), old[name]))
 
 # %% ../nbs/13_growth.ipynb #1d2a027a
-LIFE = ("task", "grown", "restarted", "pruned", "kept", "free", "opened_share") # columns of the record
+LIFE = ("task", "grown", "restarted", "pruned", "kept", "free", "reopened", "opened_share") # columns of the record
 
 class HimalayaHooks(StreamHooks):
     "The life of the slots of one adapter along a stream of tasks."
@@ -269,7 +269,7 @@ def start_task(hooks: HimalayaHooks, task: TaskContext) -> None:
         phi = core.router.features(e, tau)
         slots = grow(core, window_gradients(hooks, hooks.held), phi, hooks.slots_per_task, hooks.key_logit) if bool((core.owner < 0).any()) else []
     if not len(slots): warnings.warn(f"dictionary full: task {task.name!r} trained without slots; raise n_slots to give it some")
-    hooks.life.append(dict(zip(LIFE, (task.index, len(slots), 0, 0, len(slots), int((core.owner < 0).sum()), 0.))))
+    hooks.life.append(dict(zip(LIFE, (task.index, len(slots), 0, 0, len(slots), int((core.owner < 0).sum()), 0, 0.))))
 
 # %% ../nbs/13_growth.ipynb #fe1c4ded
 def finish_step(hooks: HimalayaHooks, old: dict[str, Tensor]) -> None:
@@ -311,15 +311,38 @@ def prune(hooks: HimalayaHooks) -> None:
     row["kept"], row["free"] = int(core.own.sum()), int((core.owner < 0).sum())
 
 # %% ../nbs/13_growth.ipynb #ab929e99
+def open_shares(
+    core: HimalayaCore,
+    phi: Tensor, # (n, N)
+) -> Tensor: # (K,) share of the rows on which a slot acts at inference
+    "How often each slot is open on the given features."
+    return open_slots(core.router(phi)[0], core.owner >= 0, None, core.logit_threshold, core.slots_per_sequence).float().mean(0)
+
+@torch.no_grad()
+def reopen(
+    core: HimalayaCore,
+    phi: Tensor, # (n, N) features of the task that ends
+    key_logit: float, # κ
+) -> Tensor: # the slots that got a new key
+    "Solve the key again for slots that are open on less than 95 % of the task's rows, and keep it if they then open more often."
+    before = open_shares(core, phi)
+    shut = (core.own & (before < .95)).nonzero().squeeze(1)
+    if not len(shut): return shut
+    old = core.router.w2[:, shut].clone()
+    core.router.w2[:, shut] = opening_key(core.projector, phi, key_logit)[:, None]
+    worse = open_shares(core, phi)[shut] <= before[shut]
+    core.router.w2[:, shut[worse]] = old[:, worse]
+    return shut[~worse]
+
+# %% ../nbs/13_growth.ipynb #71e3a649
 @torch.no_grad()
 def end_task(hooks: HimalayaHooks, loader) -> None:
-    "Freeze the slots, record how often they open, and protect the task's features."
-    core = hooks.core
-    with _evaluating(core):
-        phi = core.router.features(*_features(hooks, loader, hooks.context_batches))
-        opened = open_slots(core.router(phi)[0], core.owner >= 0, None, core.logit_threshold, core.slots_per_sequence)
-    own = opened[:, core.own]
-    hooks.life[-1]["opened_share"] = float(own.float().mean()) if own.shape[1] else 0.
+    "Make sure the slots open, freeze them, and protect the task's features."
+    core, row = hooks.core, hooks.life[-1]
+    with _evaluating(core): phi = core.router.features(*_features(hooks, loader, hooks.context_batches))
+    shut = reopen(core, phi, hooks.key_logit)
+    row["reopened"], share = len(shut), open_shares(core, phi)[core.own]
+    row["opened_share"] = float(share.mean()) if len(share) else 0.
     core.set_projector(owm_update(core.projector, phi, hooks.alpha))
     core.current.fill_(-1)
     hooks.held = []
@@ -344,10 +367,10 @@ HimalayaHooks.state_dict, HimalayaHooks.load_state_dict = _state_dict, _load_sta
 # %% ../nbs/13_growth.ipynb #e55d29a5
 def optimizer_groups(
     core: HimalayaCore,
-    base_lr: float, # .01 gives the rates of the text
+    base_lr: float, # .01 in the text
 ) -> list[dict]: # for torch.optim.AdamW
     "Parameter groups with a rate for each kind, no weight decay."
-    groups = [dict(params=[core.dictionary.gain], lr=10 * base_lr), dict(params=[core.router.w2], lr=.1 * base_lr)]
+    groups = [dict(params=[core.dictionary.gain], lr=30 * base_lr), dict(params=[core.router.w2], lr=base_lr)]
     for book in (core.dictionary.read, core.dictionary.write):
-        groups += [dict(params=[p], lr=110 * base_lr / int(w)**.5) for w, p in book.items()]
+        groups += [dict(params=[p], lr=60 * base_lr / int(w)**.5) for w, p in book.items()]
     return [g | dict(weight_decay=0.) for g in groups]

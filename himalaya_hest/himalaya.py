@@ -42,7 +42,7 @@ class HimalayaConfig(PeftConfig):
     preset: str = "default" # form of the method
     n_slots: int = 64 # K, slots of the dictionary
     n_features: int = 512 # N, features of the router
-    mask_fraction: float = .08 # share of the features that an instruction opens
+    mask_fraction: float = .1 # share of the features that an instruction opens
     gamma: float = 4. # ‖ΔW‖ < γ at every site
     slots_per_sequence: int = 3 # that may act on one sequence
     slots_per_task: int = 3 # that a task may grow

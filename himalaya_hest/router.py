@@ -86,7 +86,7 @@ class Router(nn.Module):
         width: int, # d of the input embeddings
         n_slots: int = 64, # K
         n_features: int = 512, # N
-        mask_fraction: float = .08, # share of the features that an instruction opens
+        mask_fraction: float = .1, # share of the features that an instruction opens
         n_counted: int = 4096, # token ids whose frequency is kept
         seed: int = 0, # of the fixed signs
     ):
