@@ -258,11 +258,14 @@ def train_stream(run: ContinualRun) -> None:
         if not run.position.trained:
             run_task(run, on_step, state); state = None
             run.position.trained = True; save_run(run)
-        retained, learned = _finish_task(run, _life(run.adapter))
+        retained, learned = _finish_task(run, _life(run))
         bar.set_postfix_str(f"{run.position.task}/{len(run.order)} {run.order[run.position.task - 1]}: {learned:.2f}, retained {retained:.2f}")
     bar.close()
 
-def _life(adapter): return adapter.tuner.dictionary_life() if hasattr(adapter.tuner, "dictionary_life") else []
+def _life(run):
+    "What became of each task's slots, for a method with a dictionary; tasks by their names."
+    if not hasattr(run.adapter.tuner, "dictionary_life"): return []
+    return [row | dict(task=run.order[row["task"]]) for row in run.adapter.tuner.dictionary_life()]
 
 # %% ../nbs/46_continual.ipynb #82bdcbf3
 def evaluate_backbone(run: ContinualRun) -> None:
@@ -313,8 +316,8 @@ def world_of(run: ContinualRun) -> dict:
     settings = dict(max_eval_rows=e["max_eval_rows"], max_train_rows=c.training["max_train_rows"], max_new_tokens=e["max_new_tokens"], max_length=run.max_length, decoding="greedy")
     out = dict(stream=run.stream.name, source=c.source, world=run.stream.world, backbone=run.backbone, evaluation=settings)
     if c.source == "mini":
-        from himalaya_hest import mini_world
-        out["world_version"] = getattr(mini_world, "WORLD_VERSION", 1)
+        from himalaya_hest.mini_world import WORLD_VERSION
+        out["world_version"] = WORLD_VERSION
     return out | dict(digest=world_digest(run.stream, run.source, run.backbone, settings))
 
 def task_info(run: ContinualRun) -> list[dict]: # per task, in the order trained
