@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .batching import Collator, end_id, pad_id
+from .batching import Collator, end_id, pad_id, prompt_row
 from .registry import Adapter
 from .text_metrics import confusion_counts, score
 from .training import MASKS
@@ -37,12 +37,10 @@ def evaluation_task(
     max_new_tokens: int | None = None, # cap beside the task's own
 ) -> EvaluationTask:
     "Take a task's prompts and references out of its materialised rows."
-    rows = dataset.with_format(None)
-    names = ("input_ids", "prompt_mask", "instruction_mask")
-    columns = [rows[k] for k in names]
-    prompts = [{k: list(v[:sum(row[1])]) for k, v in zip(names, row)} for row in zip(*columns)] # a prompt leads its row
+    rows = dataset.to_list()
+    prompts = [prompt_row(r) for r in rows]
     cap = min(task.max_new_tokens, max_new_tokens or task.max_new_tokens)
-    return EvaluationTask(task.name, task.metric, cap, tuple(prompts), tuple(tuple(r) for r in rows["references"]), task.metric_labels, tuple(rows["language"]))
+    return EvaluationTask(task.name, task.metric, cap, tuple(prompts), tuple(tuple(r["references"]) for r in rows), task.metric_labels, tuple(r["language"] for r in rows))
 
 # %% ../nbs/44_evaluation.ipynb #1ab12d9d
 def evaluation_batches(
