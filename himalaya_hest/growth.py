@@ -64,7 +64,7 @@ def route(
     grown, training = core.owner >= 0, core.training and torch.is_grad_enabled()
     if not training and not bool(grown.any()): return None
     logits, c = core.router(phi)
-    opened = open_slots(logits, grown, core.own if training else None, core.logit_threshold, core.slots_per_sequence)
+    opened = open_slots(logits, core.owner, int(core.current) if training else -1, core.logit_threshold, core.slots_per_sequence)
     slots = opened.any(0).nonzero().squeeze(1)
     if training:
         core.opened += opened.sum(0)
@@ -316,7 +316,7 @@ def open_shares(
     phi: Tensor, # (n, N)
 ) -> Tensor: # (K,) share of the rows on which a slot acts at inference
     "How often each slot is open on the given features."
-    return open_slots(core.router(phi)[0], core.owner >= 0, None, core.logit_threshold, core.slots_per_sequence).float().mean(0)
+    return open_slots(core.router(phi)[0], core.owner, -1, core.logit_threshold, core.slots_per_sequence).float().mean(0)
 
 @torch.no_grad()
 def reopen(

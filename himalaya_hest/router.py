@@ -41,17 +41,17 @@ class BudgetGates(torch.autograd.Function):
 # %% ../nbs/12_router.ipynb #f6c84dda
 def open_slots(
     logits: Tensor, # (b, K)
-    grown: Tensor, # (K,) bool: slots that exist
-    exempt: Tensor | None, # (K,) bool: slots in training, which need not pass the threshold
+    owner: Tensor, # (K,) index of the task that grew a slot, −1 where there is no slot
+    training: int, # task whose slots are exempt from the threshold, −1 for none
     threshold: float,
     limit: int, # slots that may act on one sequence
 ) -> Tensor: # (b, K) bool
-    "The slots of highest logit among those that exist and pass the threshold; ties go to the lower index."
-    eligible = grown & (logits > threshold)
-    if exempt is not None: eligible = eligible | (grown & exempt)
-    score = logits.detach().masked_fill(~eligible, -torch.inf)
-    order = score.sort(dim=1, descending=True, stable=True).indices[:, :limit]
-    return torch.zeros_like(eligible).scatter_(1, order, True) & eligible
+    "Slots that pass the threshold, the latest task's first, then by logit; ties go to the lower index."
+    eligible = (owner >= 0) & ((logits > threshold) | ((owner == training) & (training >= 0)))
+    by_logit = logits.detach().sort(dim=1, descending=True, stable=True).indices
+    rank = torch.where(eligible, owner.long(), -1).gather(1, by_logit).sort(dim=1, descending=True, stable=True).indices
+    first = by_logit.gather(1, rank[:, :limit])
+    return torch.zeros_like(eligible).scatter_(1, first, True) & eligible
 
 # %% ../nbs/12_router.ipynb #1774e575
 def straight_through(
