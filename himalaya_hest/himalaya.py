@@ -13,9 +13,10 @@ import contextvars
 import warnings
 from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import Optional, Union
 
 import torch
-from peft import PeftConfig
+from peft import PeftConfig, TaskType # TaskType, Optional, Union: named by its annotations, which documentation tools resolve here
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
