@@ -370,7 +370,7 @@ def optimizer_groups(
     base_lr: float, # .01 in the text
 ) -> list[dict]: # for torch.optim.AdamW
     "Parameter groups with a rate for each kind, no weight decay."
-    groups = [dict(params=[core.dictionary.gain], lr=30 * base_lr), dict(params=[core.router.w2], lr=base_lr)]
+    groups = [dict(params=[core.dictionary.gain], lr=5 * base_lr), dict(params=[core.router.w2], lr=base_lr)]
     for book in (core.dictionary.read, core.dictionary.write):
-        groups += [dict(params=[p], lr=60 * base_lr / int(w)**.5) for w, p in book.items()]
+        groups += [dict(params=[p], lr=110 * base_lr / int(w)**.5) for w, p in book.items()]
     return [g | dict(weight_decay=0.) for g in groups]
