@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PRESETS_LATER', 'KWARG', 'TARGETS', 'HimalayaConfig', 'check_config', 'Call', 'HimalayaLayer', 'prompt_of',
-           'refuse_packed', 'find_sites', 'HimalayaModel', 'make_core', 'install', 'before_forward', 'after_forward',
-           'receive', 'routing_of', 'summaries', 'generic_rows', 'batch_loss', 'batch_contexts']
+           'refuse_packed', 'find_sites', 'HimalayaModel', 'call_context', 'make_core', 'install', 'before_forward',
+           'after_forward', 'receive', 'routing_of', 'summaries', 'generic_rows', 'batch_loss', 'batch_contexts']
 
 # %% ../nbs/14_himalaya.ipynb #b4f7e50d
 import contextlib
@@ -124,6 +124,7 @@ def prompt_of(
         if call is None or call.input_ids is None: _warn_once("neither prompt_mask nor labels were given: HIMALAYA reads all tokens as the prompt")
     return prompt, instruction
 
+# %% ../nbs/14_himalaya.ipynb #29b288b2
 def _fit_mask(mask, attended, what):
     if mask is None: return None
     b, n = attended.shape
@@ -188,7 +189,7 @@ class HimalayaModel(BaseTuner):
         width = model.get_input_embeddings().weight.shape[1]
         hidden = self.get_model_config(model).get("hidden_size", width)
         sites = find_sites(model, lambda key: self._check_target_module_exists(peft_config, key), hidden)
-        if sites: self.himalaya_core[name] = make_core(peft_config, sites, width).to(model.get_input_embeddings().weight.device)
+        if sites: self.himalaya_core[name] = make_core(peft_config, sites, width, model.get_input_embeddings().weight.device)
     def _create_and_replace(self, config, adapter_name, target, target_name, parent, current_key):
         layer = target if isinstance(target, HimalayaLayer) else HimalayaLayer(target, self.himalaya_core)
         layer.himalaya_site[adapter_name] = [s.name for s in self.himalaya_core[adapter_name].dictionary.sites].index(current_key)
@@ -197,20 +198,25 @@ class HimalayaModel(BaseTuner):
     def _replace_module(self, parent, child_name, new, child): setattr(parent, child_name, new)
     @classmethod
     def _remove_adapter_name_from_key(cls, key, adapter_name): return key.replace(f"himalaya_core.{adapter_name}.", "himalaya_core.", 1)
-    @contextlib.contextmanager
-    def _enable_peft_forward_hooks(self, *args, **kwargs):
-        if kwargs.get("adapter_names") is not None: raise ValueError("HIMALAYA cannot mix adapters within a batch; use set_adapter")
-        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args and torch.is_tensor(args[0]) else None))
-        token = _CALL.set(Call(kwargs.get("prompt_mask"), kwargs.get("instruction_mask"), ids))
-        try: yield
-        finally: _CALL.reset(token)
+    def _enable_peft_forward_hooks(self, *args, **kwargs): return call_context(*args, **kwargs)
 
-# %% ../nbs/14_himalaya.ipynb #faea038d
+# %% ../nbs/14_himalaya.ipynb #0e1f0de7
+@contextlib.contextmanager
+def call_context(*args, **kwargs):
+    "Keep what a call says about its prompt until it returns."
+    if kwargs.get("adapter_names") is not None: raise ValueError("HIMALAYA cannot mix adapters within a batch; use set_adapter")
+    ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args and torch.is_tensor(args[0]) else None))
+    token = _CALL.set(Call(kwargs.get("prompt_mask"), kwargs.get("instruction_mask"), ids))
+    try: yield
+    finally: _CALL.reset(token)
+
+# %% ../nbs/14_himalaya.ipynb #e54eaa1e
 def make_core(
     config: HimalayaConfig,
     sites: list[Site],
     width: int, # of the input embeddings
-) -> HimalayaCore:
+    device: torch.device,
+) -> HimalayaCore: # on the device, unless PEFT is making empty weights that a file will fill
     "The core of one adapter; `ValueError` if the fixed matrices are not those it was saved with."
     core = HimalayaCore(sites, width, config.n_slots, config.n_features, config.mask_fraction, config.gamma,
                         config.slots_per_sequence, config.logit_threshold, config.seed)
@@ -218,7 +224,7 @@ def make_core(
         raise ValueError(f"the router's fixed matrices have the digest {core.router.digest[:12]}, the adapter was saved with {config.router_digest[:12]}: "
                          "seed, n_features or the width of the backbone differ from those of the saved adapter")
     config.router_digest = core.router.digest
-    return core
+    return core if core.router.w2.is_meta else core.to(device)
 
 def install(tuner: HimalayaModel, model: nn.Module) -> None:
     "The container of cores, and the hooks of the backbone that route."
@@ -275,6 +281,7 @@ def routing_of(tuner, names, args, kwargs) -> dict: # adapter name → update or
     if call is not None: call.routed = routed
     return routed
 
+# %% ../nbs/14_himalaya.ipynb #abb9a716
 def summaries(tuner, router, embeds, ids, prompt, instruction) -> tuple[Tensor, Tensor]: # each (b, d)
     "e and τ: the mean embedding over the prompt, and the mean weighted by rarity over the instruction."
     weight = rarity(router, tuner.model.get_input_embeddings().weight.shape[0])
@@ -360,6 +367,7 @@ def _optimizer_groups(self, base_lr: float) -> list[dict]: # for torch.optim.Ada
     other = [p for p in self.parameters() if p.requires_grad and id(p) not in known]
     return groups + ([dict(params=other, lr=base_lr)] if other else [])
 
+# %% ../nbs/14_himalaya.ipynb #ab65b131
 def _state_bytes(self, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
     "Bytes of every part that `save_pretrained` writes: the state between two tasks."
     parts = {}

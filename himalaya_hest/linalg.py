@@ -31,6 +31,7 @@ def philox_signs(
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:n]
     return torch.from_numpy(bits.astype(np.float32)).reshape(shape) * 2 - 1
 
+# %% ../nbs/00_linalg.ipynb #519236cd
 def philox_uniform(
     seed: int,
     stream: int,

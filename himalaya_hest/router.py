@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BudgetGates', 'open_slots', 'straight_through', 'masked_mean', 'Router', 'nearest_prototype', 'router_features',
-           'add_prototype', 'fit_router', 'rarity']
+           'add_prototype', 'fit_router', 'count_tokens', 'rarity']
 
 # %% ../nbs/12_router.ipynb #f40a0a4d
 import hashlib
@@ -77,7 +77,7 @@ def masked_mean(
     if bool((total <= 0).any()):
         rows = (total.squeeze(1) <= 0).nonzero().squeeze(1).tolist()
         raise ValueError(f"rows {rows[:8]} of the batch have no token to read: their prompt or instruction mask is empty; every row needs at least one")
-    return torch.bmm((w / total)[:, None].to(embeddings.dtype), embeddings).squeeze(1).float()
+    return torch.bmm((w / total)[:, None], embeddings.float()).squeeze(1)
 
 # %% ../nbs/12_router.ipynb #69e50c51
 class Router(nn.Module):
@@ -102,10 +102,10 @@ class Router(nn.Module):
         self.register_buffer("prototypes", torch.zeros(n_slots, width, dtype=torch.int8))
         self.register_buffer("prototype_scale", torch.zeros(n_slots))
         self.w2 = nn.Parameter(torch.zeros(n_features, 2 * n_slots))
-    @property
-    def is_fitted(self): return bool(self.e_scale.any())
     def features(self, e, tau): return router_features(self, e, tau)
     def forward(self, phi): return (phi @ self.w2).split(self.n_slots, dim=1)
+
+Router.is_fitted = property(lambda self: bool(self.e_scale.any()))
 
 # %% ../nbs/12_router.ipynb #bc35f45f
 def nearest_prototype(
@@ -118,6 +118,7 @@ def nearest_prototype(
     points = router.prototypes[stored].float() * router.prototype_scale[stored][:, None]
     return points[torch.cdist(t, points).argmin(1)]
 
+# %% ../nbs/12_router.ipynb #b30bf9a3
 @torch.no_grad()
 def router_features(
     router: Router,
@@ -156,12 +157,7 @@ def fit_router(
     rows: list[tuple[list[int], list[int]]], # token ids of (instruction, whole prompt) of generic texts
 ) -> None:
     "Measure p(x), and the mean and spread of e and τ over generic prompts."
-    counts = torch.zeros(len(embedding), dtype=torch.long)
-    for instruction, _ in rows: counts += torch.bincount(torch.tensor(instruction), minlength=len(counts))
-    top = counts.sort(descending=True, stable=True)
-    k = min(len(router.counted), int((counts > 0).sum()))
-    router.counted.fill_(-1); router.frequency.zero_()
-    router.counted[:k], router.frequency[:k] = top.indices[:k].int().to(router.counted), (top.values[:k] / counts.sum()).to(router.frequency)
+    count_tokens(router, [i for i, _ in rows], len(embedding))
     weight = rarity(router, len(embedding))
     rows = [(torch.tensor(i, device=embedding.device), torch.tensor(p, device=embedding.device)) for i, p in rows]
     e = torch.stack([embedding[p].float().mean(0) for _, p in rows])
@@ -169,6 +165,20 @@ def fit_router(
     for name, x in (("e", e), ("t", t)):
         getattr(router, f"{name}_mean").copy_(x.mean(0))
         getattr(router, f"{name}_scale").copy_(x.std(0).clamp_min(1e-6))
+
+# %% ../nbs/12_router.ipynb #864069e0
+@torch.no_grad()
+def count_tokens(
+    router: Router,
+    texts: list[list[int]], # token ids
+    vocabulary: int, # size of the embedding table
+) -> None:
+    "Keep the frequencies p(x) of the most frequent tokens."
+    counts = sum((torch.bincount(torch.tensor(ids), minlength=vocabulary) for ids in texts), torch.zeros(vocabulary, dtype=torch.long))
+    top = counts.sort(descending=True, stable=True)
+    k = min(len(router.counted), int((counts > 0).sum()))
+    router.counted.fill_(-1); router.frequency.zero_()
+    router.counted[:k], router.frequency[:k] = top.indices[:k].int().to(router.counted), (top.values[:k] / counts.sum()).to(router.frequency)
 
 def rarity(
     router: Router,
