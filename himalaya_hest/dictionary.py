@@ -6,7 +6,7 @@
 __all__ = ['ball', 'Update', 'Site', 'Dictionary', 'active_update']
 
 # %% ../nbs/10_dictionary.ipynb #3e4db2df
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class Update:
     strength: list[Tensor] # per site (b, u): v'
     read: list[Tensor] # per site (u, d_in)
     write: list[Tensor] # per site (u, d_out)
+    folded: dict = field(default_factory=dict) # site → its two factors for a single sequence
     def apply(self,
         site: int, # index of the site
         x: Tensor, # (b, n, d_in) its input
@@ -41,8 +42,16 @@ class Update:
         v = self.strength[site]
         if x.dim() != 3 or x.shape[0] != v.shape[0]:
             raise ValueError(f"site {site} got an input of shape {tuple(x.shape)}, but {v.shape[0]} sequences were routed; expected (batch, tokens, width)")
-        h = (x @ self.read[site].T.to(x.dtype)) * v[:, None].to(x.dtype)
-        return torch.addmm(y.flatten(0, 1), h.flatten(0, 1).to(y.dtype), self.write[site].to(y.dtype)).view_as(y)
+        if site in self.folded and not torch.is_grad_enabled():
+            read, write = self.folded[site]
+            if read.dtype == x.dtype: return torch.addmm(y[0], torch.mm(x[0], read), write)[None]
+        read, write = self.read[site], self.write[site]
+        if read.dtype != x.dtype: read, write, v = read.to(x.dtype), write.to(x.dtype), v.to(x.dtype)
+        if x.shape[0] == 1 and not torch.is_grad_enabled(): # one sequence: its strength goes into the read vectors, once for all tokens to come
+            self.folded[site] = (v.T * read).T, write
+            return torch.addmm(y[0], torch.mm(x[0], self.folded[site][0]), write)[None]
+        h = (x @ read.T) * v[:, None]
+        return torch.addmm(y.flatten(0, 1), h.flatten(0, 1), write).view_as(y)
 
 # %% ../nbs/10_dictionary.ipynb #00d57bb7
 class Site(NamedTuple):

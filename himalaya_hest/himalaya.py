@@ -10,8 +10,9 @@ __all__ = ['PRESETS_LATER', 'KWARG', 'TARGETS', 'HimalayaConfig', 'check_config'
 # %% ../nbs/14_himalaya.ipynb #b4f7e50d
 import contextlib
 import contextvars
+import inspect
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Optional, Union
 
@@ -104,6 +105,8 @@ class HimalayaLayer(nn.Module, BaseTunerLayer):
             update = routed.get(name)
             if update is not None and name in self.himalaya_site: y = update.apply(self.himalaya_site[name], x, y)
         return y
+    def merge(self, safe_merge=False, adapter_names=None):
+        raise NotImplementedError("HIMALAYA's update depends on the prompt, so it cannot be merged into the weights; unload() gives the bare backbone")
     def __repr__(self): return "himalaya." + super().__repr__()
 
 # %% ../nbs/14_himalaya.ipynb #513a73d9
@@ -199,6 +202,9 @@ class HimalayaModel(BaseTuner):
     @classmethod
     def _remove_adapter_name_from_key(cls, key, adapter_name): return key.replace(f"himalaya_core.{adapter_name}.", "himalaya_core.", 1)
     def _enable_peft_forward_hooks(self, *args, **kwargs): return call_context(*args, **kwargs)
+    def unload(self):
+        for handle in self._handles: handle.remove()
+        return super().unload()
 
 # %% ../nbs/14_himalaya.ipynb #0e1f0de7
 @contextlib.contextmanager
@@ -228,23 +234,28 @@ def make_core(
 
 def install(tuner: HimalayaModel, model: nn.Module) -> None:
     "The container of cores, and the hooks of the backbone that route."
-    tuner.himalaya_core, tuner.__dict__["_instruction"], tuner.__dict__["_hooks"] = nn.ModuleDict(), None, {}
-    model.register_forward_pre_hook(lambda m, args, kwargs: before_forward(tuner, m, args, kwargs), with_kwargs=True)
-    model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)
+    tuner.himalaya_core = nn.ModuleDict()
+    handles = [model.register_forward_pre_hook(lambda m, args, kwargs: before_forward(tuner, m, args, kwargs), with_kwargs=True),
+               model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)]
     for name, m in model.named_modules():
         if name.rpartition(".")[2].isdigit() and hasattr(m, "gradient_checkpointing"):
-            for child in m.children(): child.register_forward_pre_hook(receive, with_kwargs=True)
+            for child in m.children(): # those that would hand a keyword on: attention
+                if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(child.forward).parameters.values()):
+                    handles.append(child.register_forward_pre_hook(receive, with_kwargs=True))
+    tuner.__dict__.update(_instruction=None, _hooks={}, _handles=handles)
 
 # %% ../nbs/14_himalaya.ipynb #be9b3474
 def before_forward(tuner, model, args, kwargs):
     "Forward pre-hook of the backbone: route, and hand the result to the layers."
-    layers = [m for m in tuner._himalaya_layers() if not m.disable_adapters]
-    names = [n for n in layers[0].active_adapters if n in tuner.himalaya_core] if layers else []
+    layer = tuner._himalaya_layers()[0]
+    names = [] if layer.disable_adapters else [n for n in layer.active_adapters if n in tuner.himalaya_core]
     if not names:
         _ROUTED.set(None)
         return None
     routed = routing_of(tuner, names, args, kwargs)
     _ROUTED.set(routed)
+    if model.training and torch.is_grad_enabled() and any(tuner.himalaya_core[n].current < 0 for n in names):
+        _warn_once("HIMALAYA is in training mode but no task has been started: nothing can be learned and finished tasks are not protected; drive it with stream_hooks()")
     if model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()): return args, {**kwargs, KWARG: routed}
     return None
 
