@@ -340,7 +340,7 @@ def make_record(run: ContinualRun) -> dict:
     longest = max((run.data[n].evaluation for n in run.order), key=lambda e: len(e.prompts))
     overhead = None if c.protocol != "sequential" else cpu_latency_overhead(run.adapter, longest, run.tokenizer, c.evaluation["latency_pairs"], c.evaluation["latency_new_tokens"])
     summary = continual_summary(matrix) | dict(adapter_mb=adapter_mb, serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0., cpu_latency_overhead=overhead,
-        wall_s=round(run.wall_s(), 2), peak_memory_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, 1))
+        wall_s=round(run.wall_s(), 2), peak_memory_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if platform.system() == "Darwin" else 1e3), 1))
     return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=world_of(run),
                 versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run))
 
