@@ -10,6 +10,7 @@ __all__ = ['LATER', 'CHOICES', 'SCALES', 'TrainingParameters', 'EvaluationParame
 import difflib
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -223,7 +224,9 @@ def notebook_parameters(
 def save_config(config: RunConfig, path: str | Path) -> None:
     "Write a resolved run as YAML, to be run again with `papermill -f`."
     import yaml
-    Path(path).write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}") # renamed below, so that a killed run leaves no half file
+    temporary.write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    os.replace(temporary, path)
 
 def load_config(path: str | Path) -> RunConfig:
     "Read and check a run file."

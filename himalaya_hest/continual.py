@@ -191,18 +191,23 @@ def restore_run(
 def claim_folder(
     config: RunConfig, # resolved
 ) -> Path: # {results_dir}/{run_id}
-    "Make the run's folder, or take up one of the same parameters; `ValueError` names what differs."
-    import yaml
+    "Make the run's folder, or take up one of the same parameters; `ValueError` names what differs, or a folder that holds no run."
     folder = Path(config.results_dir)/config.run_id
-    if config.overwrite and folder.exists(): shutil.rmtree(folder)
+    if folder.exists() and not (folder/"config.yaml").exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} exists and holds no run (it has no config.yaml), so nothing is written there: give another results_dir or run_id")
+    differ = _differences(folder/"config.yaml", config) if folder.exists() else []
+    if config.overwrite and (differ or (folder/"record.json").exists()): shutil.rmtree(folder)
+    elif differ: raise ValueError(f"{folder} holds a run with other parameters ({'; '.join(differ)}). Give another run_id, or overwrite=True to begin anew.")
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder/"config.yaml").exists():
-        there, here = yaml.safe_load((folder/"config.yaml").read_text(encoding="utf-8")), asdict(config)
-        ignore = ("results_dir", "cache_dir", "overwrite")
-        differ = [f"{k}: {there.get(k)!r} there, {here.get(k)!r} now" for k in here if k not in ignore and there.get(k) != here.get(k)]
-        if differ: raise ValueError(f"{folder} holds a run with other parameters ({'; '.join(differ)}). Give another run_id, or overwrite=True to begin anew.")
     save_config(config, folder/"config.yaml")
     return folder
+
+def _differences(path, config):
+    "Parameters in which a run's file differs from a config, where a run is stored apart."
+    import yaml
+    there = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
+    here = {k: v for k, v in asdict(config).items() if k not in ("results_dir", "cache_dir", "overwrite")}
+    return [f"{k}: {there.get(k)!r} there, {v!r} now" for k, v in here.items() if there and there.get(k) != v]
 
 # %% ../nbs/46_continual.ipynb #edd25a19
 def run_task(
