@@ -92,7 +92,7 @@ def aggregated_metrics(
     text, higher = PRIMARY[name]
     names = dict.fromkeys(k for r in records for k, v in r["summary"].items() if _number(v))
     metrics = {k: {r["run_id"]: r["summary"][k] for r in records if _number(r["summary"].get(k))} for k in names}
-    proposed, baselines = ([r for r in records if run_role(r) == role] for role in ("proposed", "baseline"))
+    proposed, baselines = ([r for r in records if run_role(r) == role and r.get("config", {}).get("protocol", "sequential") == "sequential"] for role in ("proposed", "baseline"))
     baseline = _best(baselines, name, higher)
     if name == "mean_joules_per_sample" and baseline:
         floor = metrics.get("rougeL", {}).get(baseline["run_id"], math.inf)

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import time
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Callable
@@ -31,7 +31,7 @@ import torch
 import himalaya_hest
 from .batching import Collator, TaskLoader
 from .checkpoint import latest_checkpoint, random_states, save_checkpoint, set_random_states, write_atomic
-from .config import RunConfig, parameters_digest, resolve, save_config
+from .config import RunConfig, resolve, save_config
 from .continual_metrics import continual_summary
 from .evaluation import EvaluationTask, cpu_latency_overhead, evaluate, evaluation_task
 from .hooks import TaskContext
@@ -65,7 +65,7 @@ def backbone_digest(model, path: Path) -> str:
     "SHA-256 over a folder's weights, configuration and tokenizer files; for a hub model its name and commit."
     if not path.is_dir(): return hashlib.sha256(f"{model.config._name_or_path}@{getattr(model.config, '_commit_hash', None)}".encode()).hexdigest()
     total = hashlib.sha256()
-    for file in sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".json", ".model", ".jinja", ".txt")):
+    for file in sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt")):
         total.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return total.hexdigest()
 
@@ -151,6 +151,7 @@ class ContinualRun:
         self.adapter = build_adapter(config.adapter, self.model, self.tokenizer, config.preset, config.adapter_config, config.ewc or None, config.seed)
         if config.training["gradient_checkpointing"]: self.adapter.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.initial = self.adapter.snapshot() if config.protocol == "single" else None
+        self.world = world_of(self)
 
     def progress(self, items, **kw):
         from tqdm.auto import tqdm
@@ -169,7 +170,7 @@ def save_run(
     parts = dict(adapter=adapter_tensors(run.adapter), hooks=run.adapter.hooks.state_dict(), moments=state.tensors() if state else {}, random=random_states())
     tensors = {f"{kind}/{n}": t for kind, named in parts.items() for n, t in named.items()}
     meta = asdict(p) | dict(wall_s=run.wall_s())
-    save_checkpoint(run.folder/"checkpoints", p.n_checkpoints, tensors, dict(position=meta, parameters=parameters_digest(run.config)))
+    save_checkpoint(run.folder/"checkpoints", p.n_checkpoints, tensors, dict(position=meta, world=run.world["digest"]))
 
 def restore_run(
     run: ContinualRun,
@@ -179,6 +180,8 @@ def restore_run(
     if found is None: return None
     tensors, meta = found
     part = lambda kind: {n[len(kind) + 1:]: t for n, t in tensors.items() if n.startswith(kind + "/")}
+    if meta["world"] != run.world["digest"]:
+        raise ValueError(f"{run.folder}: the data, the stream's file or the backbone changed since this run began; restore them, or begin anew under another run_id")
     run.position = Position(**meta["position"])
     load_adapter_tensors(run.adapter, part("adapter"))
     run.adapter.hooks.load_state_dict(part("hooks"))
@@ -196,11 +199,20 @@ def claim_folder(
     if folder.exists() and not (folder/"config.yaml").exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and holds no run (it has no config.yaml), so nothing is written there: give another results_dir or run_id")
     differ = _differences(folder/"config.yaml", config) if folder.exists() else []
-    if config.overwrite and (differ or (folder/"record.json").exists()): shutil.rmtree(folder)
-    elif differ: raise ValueError(f"{folder} holds a run with other parameters ({'; '.join(differ)}). Give another run_id, or overwrite=True to begin anew.")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_config(config, folder/"config.yaml")
+    finished = (folder/"record.json").exists()
+    if config.overwrite and (differ or finished): _remove(folder)
+    elif differ and (finished or (folder/"checkpoints").exists()): raise ValueError(f"{folder} holds a run with other parameters ({'; '.join(differ)}). Give another run_id, or overwrite=True to begin anew.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(replace(config, overwrite=False), folder/"config.yaml")
+    except OSError as e: raise ValueError(f"results_dir {config.results_dir!r} cannot be written ({e.strerror}): give another results_dir") from e
     return folder
+
+def _remove(folder):
+    "Remove a run's folder; renamed first, so that a kill leaves no half of it under its name."
+    old = folder.with_name(f".{folder.name}.{os.getpid()}")
+    os.replace(folder, old)
+    shutil.rmtree(old)
 
 def _differences(path, config):
     "Parameters in which a run's file differs from a config, where a run is stored apart."
@@ -346,7 +358,7 @@ def make_record(run: ContinualRun) -> dict:
     overhead = None if c.protocol != "sequential" else cpu_latency_overhead(run.adapter, longest, run.tokenizer, c.evaluation["latency_pairs"], c.evaluation["latency_new_tokens"])
     summary = continual_summary(matrix) | dict(adapter_mb=adapter_mb, serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0., cpu_latency_overhead=overhead,
         wall_s=round(run.wall_s(), 2), peak_memory_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if platform.system() == "Darwin" else 1e3), 1))
-    return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=world_of(run),
+    return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
                 versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run))
 
 # %% ../nbs/46_continual.ipynb #5e29327b
@@ -361,6 +373,8 @@ def _logged(folder):
     log.addHandler(handler); log.setLevel(logging.INFO)
     states = random_states()
     try: yield
+    except KeyboardInterrupt:
+        log.info("interrupted; the same command goes on"); raise
     except BaseException:
         log.exception("the run stopped"); raise
     finally:
@@ -376,10 +390,19 @@ def run_continual(
     finished = Path(config.results_dir)/config.run_id/"record.json"
     if finished.exists() and not config.overwrite:
         claim_folder(config)
+        record = json.loads(finished.read_text(encoding="utf-8"))
+        _same_input(record, config)
         print(f"{finished} is there already and is shown; overwrite=True runs it again.")
-        return json.loads(finished.read_text(encoding="utf-8"))
+        return record
     folder = claim_folder(config)
     with _logged(folder): return _run(config, folder, quiet)
+
+def _same_input(record, config):
+    "Refuse to show a finished run whose stream file or data have changed since."
+    stream, world = load_stream(config.stream), record["world"]
+    source = get_source(config.source, data_dir=config.data_dir or None, world=stream.world)
+    if world_digest(stream, source, world["backbone"], world["evaluation"]) != world["digest"]:
+        raise ValueError(f"run {config.run_id} is finished, but its stream file or its data have changed since: give another run_id, or overwrite=True to run it again")
 
 # %% ../nbs/46_continual.ipynb #d63fa93b
 def _run(config, folder, quiet):

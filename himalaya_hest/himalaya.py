@@ -122,6 +122,7 @@ def prompt_of(
     if prompt is None and labels is not None:
         target = (labels != -100) & attended
         prompt = attended & (target.cumsum(1) == 0)
+        if not bool(prompt.any(1).all()): raise ValueError("labels cover a whole row, so it has no prompt for HIMALAYA to read: set the labels of the prompt to -100, or pass prompt_mask")
     elif prompt is None:
         prompt = attended
         if call is None or call.input_ids is None: _warn_once("neither prompt_mask nor labels were given: HIMALAYA reads all tokens as the prompt")

@@ -127,7 +127,7 @@ def router_features(
 ) -> Tensor: # (b, N) of norm √N, or zero where no open unit is positive
     "φ = √N normalise(relu(W₁e + b) ⊙ mask(τ))."
     if not router.is_fitted:
-        raise RuntimeError("the router has no statistics of generic text yet: call fit_statistics(tokenizer) once after get_peft_model, or load a saved adapter")
+        raise RuntimeError("the router has no statistics of generic text yet: call fit_statistics(tokenizer) once after get_peft_model, or load an adapter that was saved after it")
     h = torch.relu(((e - router.e_mean) / router.e_scale) @ router.w1.T + router.bias)
     t = nearest_prototype(router, (tau - router.t_mean) / router.t_scale)
     top = (t @ router.wt.T).topk(router.n_open, dim=1).indices
