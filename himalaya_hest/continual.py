@@ -35,7 +35,7 @@ from .config import RunConfig, resolve, save_config
 from .continual_metrics import continual_summary
 from .evaluation import EvaluationTask, cpu_latency_overhead, evaluate, evaluation_task
 from .hooks import TaskContext
-from .registry import Adapter, adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, serving_bytes
+from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, serving_bytes
 from .sources import get_source, materialise, world_digest
 from .tasks import Stream, Task, load_stream
 from .training import TaskState, steps_of_task, train_task
@@ -261,7 +261,7 @@ def _finish_task(run, life):
 
 def train_stream(run: ContinualRun) -> None:
     "All tasks from the run's position on."
-    state, p = restore_run(run), run.position
+    state = restore_run(run)
     steps = lambda i: steps_of_task(run.data[run.order[i]].n_batches, run.config.training)
     total = sum(steps(i) for i in range(len(run.order)))
     bar = run.progress(range(total), initial=run.position.global_step, desc=run.config.adapter, unit="step")

@@ -198,7 +198,7 @@ def confine_step(
     old: dict[str, Tensor], # the parameters before the step, by their names in the core
 ) -> None:
     "Undo the step for foreign slots, project it for the router, and renormalise the own vectors."
-    own, K = core.own, core.router.n_slots
+    own = core.own
     for name, p in core.named_parameters():
         if name == "router.w2":
             cols = torch.cat([own, own]).nonzero().squeeze(1)
