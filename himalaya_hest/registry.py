@@ -17,18 +17,22 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING
 from torch import nn
 
-import himalaya_hest.himalaya  # registers HIMALAYA with PEFT
+import himalaya_hest.himalaya, himalaya_hest.lora_bank  # register themselves with PEFT
 from .ewc import EWC
 from .hooks import HookList, StreamHooks
 
 # %% ../nbs/40_registry.ipynb #2e433f4e
-LATER_ADAPTERS = ("olora", "gpm-lora", "lora-bank", "reft", "lilac", "coltas", "glodis", "hest", "tabs", "bhsp")
+LATER_ADAPTERS = ("olora", "gpm-lora", "reft", "lilac", "coltas", "glodis", "hest", "tabs", "bhsp")
 _PROMPT_LEARNING = {"prompt_tuning", "multitask_prompt_tuning", "p_tuning", "prefix_tuning", "adaption_prompt", "cpt", "cartridge"}
 
 def adapter_names() -> list[str]: # sorted
     "Methods that can be run by name; each may be followed by `+ewc`."
-    known = {str(getattr(k, "value", k)).lower() for k in PEFT_TYPE_TO_CONFIG_MAPPING}
-    return sorted(n for n in known - _PROMPT_LEARNING if n.upper() in {str(getattr(k, "value", k)) for k in PEFT_TYPE_TO_PREFIX_MAPPING})
+    return sorted({_name(k) for k in PEFT_TYPE_TO_CONFIG_MAPPING if k in PEFT_TYPE_TO_PREFIX_MAPPING} - _PROMPT_LEARNING)
+
+def _name(kind): # a PeftType or a string
+    "The name of one of PEFT's types; ours are written with hyphens."
+    name = str(getattr(kind, "value", kind)).lower()
+    return name.replace("_", "-") if getattr(kind, "from_outside", False) else name
 
 def parse_adapter(
     name: str, # for instance "himalaya", "lora", "lora+ewc"
@@ -100,7 +104,7 @@ def _scalar(name, value, annotation):
     return value
 
 def _config_class(method):
-    return next(c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items() if str(getattr(k, "value", k)).lower() == method)
+    return next(c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items() if _name(k) == method)
 
 # %% ../nbs/40_registry.ipynb #25164c56
 @dataclass
