@@ -49,10 +49,9 @@ class MLPRouter(nn.Module):
         self.w2 = nn.Parameter(first_w2(philox_uniform(seed, 5, h * outputs).view(h, outputs) / h**.5, n_slots, expected_open))
         self.digest = hashlib.sha256(f"mlp {width} {h} {n_slots} {n_extra}".encode()).hexdigest()
         for name in ("e_mean", "e_scale", "t_mean", "t_scale"): self.register_buffer(name, torch.zeros(width))
-        self.register_buffer("counted", torch.full((n_counted,), -1, dtype=torch.int32))
-        self.register_buffer("frequency", torch.zeros(n_counted))
-        self.register_buffer("prototypes", torch.zeros(n_slots * use_prototypes, width, dtype=torch.int8))
-        self.register_buffer("prototype_scale", torch.zeros(n_slots * use_prototypes))
+        tables = dict(counted=torch.full((n_counted,), -1, dtype=torch.int32), frequency=torch.zeros(n_counted),
+                      prototypes=torch.zeros(n_slots * use_prototypes, width, dtype=torch.int8), prototype_scale=torch.zeros(n_slots * use_prototypes))
+        for name, t in tables.items(): self.register_buffer(name, t)
     def features(self, e, tau): return mlp_features(self, e, tau)
     def forward(self, phi, gate_bias=None): return mlp_outputs(self, phi, gate_bias)
 

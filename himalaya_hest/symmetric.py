@@ -63,6 +63,7 @@ def orthonormal_rows(
     q, r = torch.linalg.qr(torch.randn(d, n, generator=generator))
     return (q * r.diagonal().sign()).T.contiguous()
 
+# %% ../nbs/10a_symmetric.ipynb #2abcd8ad
 GAINS = ("fixed", "tanh", "slots")
 
 class SymmetricDictionary(nn.Module):
