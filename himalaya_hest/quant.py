@@ -78,6 +78,7 @@ def dequantise_groups(
     codes = unpack_planes(planes, width).float() - 2 ** (bits - 1)
     return codes * scales.float().repeat_interleave(group, 1)[:, :width]
 
+# %% ../nbs/01_quant.ipynb #5c86ea93
 def snap_groups(
     x: Tensor, # (n, d)
     bits: int = 3,
