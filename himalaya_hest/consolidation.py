@@ -30,6 +30,7 @@ def conjugate_gradients(
         p = r + energy / before * p
     return x
 
+# %% ../nbs/12c_consolidation.ipynb #00f616bf
 def imprint(
     atom: Tensor, # (d,)
     core: Tensor, # (K_c, d) rows
@@ -69,6 +70,7 @@ def imprint_(columns, owner, slot, core_slots, delta):
     for t in blocks(columns, len(owner)): t[:, core_slots] += t[:, [slot]] * delta.to(t.dtype)
     drop_(columns, owner, slot)
 
+# %% ../nbs/12c_consolidation.ipynb #4f541f1d
 def rotate_(
     rows: list[Tensor], # each (K, d) vectors
     columns: list[Tensor], # each (·, m·K): gains, router
@@ -93,6 +95,7 @@ class Merged(NamedTuple):
     lost: float # share of the squared norm over all sites that is gone
     energy: float # that squared norm
 
+# %% ../nbs/12c_consolidation.ipynb #393802f6
 def merge(
     read: dict[str, Tensor], # width → (m, d) unit rows
     write: dict[str, Tensor], # width → (m, d) unit rows
@@ -111,6 +114,7 @@ def merge(
     def mix(weights, side, like): return {w: (weights[w].to(p.device) @ p).to(like[w].dtype) for w, p in side.items()}
     return Merged(mix(alpha, q, read), mix(beta, d, write), new.to(gain), lost, energy)
 
+# %% ../nbs/12c_consolidation.ipynb #eadc05cb
 def _alternate(g, grams, factors, widths, n_steps):
     "Alternate over sides until nothing is gained; every step can only raise the energy that is held."
     at = [{w: torch.tensor([i for i, s in enumerate(widths) if s[side] == w]) for w in grams[side]} for side in (0, 1)]
@@ -172,6 +176,7 @@ class Freed(NamedTuple):
         how = f"merged into slot {self.into}" if self.into >= 0 else "given up"
         return f"slot {self.slot} of task {self.task} was {how}: {self.lost:.0%} of the task's strength lost, {self.left} slots left"
 
+# %% ../nbs/12c_consolidation.ipynb #9a653146
 def slot_to_free(
     policy: str, # one of POLICIES
     owner: Tensor, # (K,) task of each slot, −1 where free
@@ -200,6 +205,7 @@ def slot_to_free(
     mine = owner == owner[slot]
     return Freed(slot, into, int(owner[slot]), float(gone / energy[mine].sum().clamp_min(1e-30)), int(mine.sum()) - 1)
 
+# %% ../nbs/12c_consolidation.ipynb #3053e3ef
 def pair_losses(
     book, # with read, write, gain and sites, as `Dictionary`
     owner: Tensor, # (K,)
