@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .continual_metrics import continual_summary, forgetting_per_task
+from .continual_metrics import as_matrix, continual_summary, evaluated_rows, forgetting_per_task
 
 # %% ../nbs/44a_records.ipynb #64370fb5
 NEEDED = ("run_id", "config", "summary", "matrix", "tasks")
@@ -89,10 +89,11 @@ def score_array(
 
 def is_complete(
     record: dict, # a run's record
-) -> bool: # whether every task seen was evaluated after each task
-    "Whether the score matrix is square and full up to its diagonal."
+) -> bool: # whether the metrics of its matrix are defined
+    "Whether each task has its own score, and the rows evaluated in full (the last among them) have all of theirs."
     R = score_array(record)
-    return R.ndim == 2 and R.shape[0] == R.shape[1] and not np.isnan(R[np.tri(len(R), dtype=bool)]).any()
+    try: return bool(as_matrix(np.where(np.isnan(R), np.nan, 0.)).size)
+    except ValueError: return False
 
 # %% ../nbs/44a_records.ipynb #57fb884b
 _TWINS = (("translation", "sacrebleu"), ("pair", "label_accuracy"), ("summarisation", "rouge_l"), ("qa", "token_f1"))
@@ -106,7 +107,7 @@ def _made_up_tasks(T):
 def _made_up_history(names, R):
     "Fifty steps a task, a loss every ten, the retained accuracy at each task's end."
     steps = [dict(step=50 * i + s, task=t, train_loss=2.5 * math.exp(-s / 15) + .3) for i, t in enumerate(names) for s in (10, 20, 30, 40, 50)]
-    return sorted(steps + [dict(step=50 * (i + 1), task=t, val_retained_accuracy=float(np.mean(R[i][:i + 1]))) for i, t in enumerate(names)], key=lambda h: h["step"])
+    return sorted(steps + [dict(step=50 * (i + 1), task=t, val_retained_accuracy=None if None in R[i][:i + 1] else float(np.mean(R[i][:i + 1]))) for i, t in enumerate(names)], key=lambda h: h["step"])
 
 # %% ../nbs/44a_records.ipynb #3e60516d
 def made_up_record(
@@ -117,10 +118,12 @@ def made_up_record(
     adapter: str = "himalaya", # himalaya records a dictionary
     seed: int = 0, # of the scores
     digest: str = "a" * 64, # of the world
+    after: tuple | None = None, # numbers of tasks after which all seen were evaluated; None: after each
 ) -> dict: # a record as run_continual writes it
     "A synthetic record, for examples and tests only."
     learned, info = np.random.default_rng(seed).uniform(.6, 1., T), _made_up_tasks(T)
-    R, names = [[float(learned[j] * keeps ** (i - j)) if j <= i else None for j in range(T)] for i in range(T)], [i["name"] for i in info]
+    there = lambda i, j: i == j or j < i and (after is None or i + 1 in after)
+    R, names = [[float(learned[j] * keeps ** (i - j)) if there(i, j) else None for j in range(T)] for i in range(T)], [i["name"] for i in info]
     used = np.cumsum([2 + j % 2 for j in range(T)])
     life = [dict(task=t, grown=3, pruned=1 - j % 2, kept=2 + j % 2, free=int(64 - used[j])) for j, t in enumerate(names)]
     config = dict(adapter=adapter, preset="default", stream="made_up", scale="mini", mode="full", protocol="sequential", seed=seed, order_seed=0)
@@ -246,7 +249,12 @@ def summary_table(
     varied = [k for k in range(len(rows[0])) if k in (0, 2) or k >= 2 + len(about) or len({row[k] for row in rows}) > 1]
     columns = ["run", "role"] + about + [SUMMARY_COLUMNS[k] for k in names]
     fixed = ", ".join(f"{columns[k]} {rows[0][k]}" for k in range(1, 2 + len(about)) if k not in varied)
-    return Table(f"{len(rows)} run{'s' * (len(rows) > 1)} ({fixed})", [columns[k] for k in varied], [[row[k] for k in varied] for row in rows])
+    return Table(f"{len(rows)} run{'s' * (len(rows) > 1)} ({fixed})" + _points(records[0]), [columns[k] for k in varied], [[row[k] for k in varied] for row in rows])
+
+def _points(record):
+    "After which tasks all seen were evaluated, where that was not after each; records of one world share it."
+    if not is_complete(record) or len(after := evaluated_rows(score_array(record)) + 1) == len(record["tasks"]): return ""
+    return f"; AUC: mean after tasks {', '.join(map(str, after))}"
 
 def byte_table(
     record: dict, # a run's record, with bytes
