@@ -138,6 +138,7 @@ class Position:
     history: list = field(default_factory=list)
     life: list = field(default_factory=list) # per finished task what a dictionary did
     confusion: dict = field(default_factory=dict) # of the last evaluation, per task with labels
+    kept_bytes: list = field(default_factory=list) # per finished task: all that is kept then
     wall_s: float = 0. # of all processes that worked on this run
     n_checkpoints: int = 0
 
@@ -266,11 +267,16 @@ def _finish_task(run, life):
     p.scores.append(scores)
     p.history.append(dict(step=p.global_step, task=name, val_retained_accuracy=retained, just_learned=scores[name]["score"]))
     p.life = life
+    p.kept_bytes += [None] * (p.task - len(p.kept_bytes)) + [_kept_bytes(run)]
     p.task, p.trained = p.task + 1, False
     save_run(run)
     shown = f"{name}: {scores[name]['score']:.3f}" + ("" if retained is None else f", retained {retained:.3f}")
     log.info("%d/%d just learned %s", p.task, len(run.order), shown)
     return f"{p.task}/{len(run.order)} {shown}"
+
+def _kept_bytes(run):
+    "Bytes kept after the present task; one adapter a task where each was trained alone."
+    return sum(adapter_bytes(run.adapter).values()) * (run.position.task + 1 if run.config.protocol == "single" else 1)
 
 def train_stream(run: ContinualRun) -> None:
     "All tasks from the run's position on."
@@ -374,7 +380,7 @@ def make_record(run: ContinualRun) -> dict:
     summary = continual_summary(matrix) | dict(adapter_mb=adapter_mb, serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0., cpu_latency_overhead=overhead,
         wall_s=round(run.wall_s(), 2), peak_memory_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if platform.system() == "Darwin" else 1e3), 1))
     return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
-                versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run))
+                versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run))
 
 # %% ../nbs/46_continual.ipynb #5e29327b
 @contextlib.contextmanager
