@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PRIMARY', 'with_zero_shot', 'evaluate_run', 'primary_metric', 'aggregated_metrics', 'comparison_bars', 'aggregate',
-           'evaluate_runs']
+           'evaluate_runs', 'read_grid', 'method_of', 'by_pair', 'bca_interval', 'sign_flip_p', 'holm', 'tuned_single',
+           'standing_table', 'paired_table', 'target_table', 'pair_chart']
 
 # %% ../nbs/45a_comparison.ipynb #5395b3fb
 import json
@@ -12,6 +13,9 @@ import math
 import os
 import warnings
 from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
 
 from .records import Table, finished_runs, is_complete, load_record, load_records, run_role, same_world, select_runs, summary_table, task_table
 from .report import DARK, LIGHT, Chart, new_figure, plain_axes, retained_curve, run_charts, run_report
@@ -161,3 +165,176 @@ def evaluate_runs(
         shown += [task_table(done["record"])] + done["charts"]
     comparison = aggregate(results_dir, chosen)
     return [comparison["table"]] + comparison["charts"] + shown
+
+# %% ../nbs/45a_comparison.ipynb #4d41f8ce
+def read_grid(
+    folder: str | Path, # of the records that bench/grid.py wrote
+) -> list[dict]: # records, by file name
+    "The compact records of a grid; FileNotFoundError where there are none."
+    files = sorted(Path(folder).glob("*.json"))
+    if not files: raise FileNotFoundError(f"no records in {folder}: make them with python bench/grid.py bench/grids/{Path(folder).name}.yaml")
+    return [json.loads(f.read_text(encoding="utf-8")) for f in files]
+
+def method_of(
+    record: dict, # a run's record
+) -> str: # for instance "himalaya", "lora (single)", "himalaya published, n_slots 40"
+    "What a row of a comparison is called."
+    c = record["config"]
+    name = " ".join([c["adapter"]] + [c["preset"]] * (c.get("preset", "default") != "default"))
+    name += "".join(f", {k} {v}" for k, v in sorted((c.get("adapter_config") or {}).items()))
+    return name + (f" ({c['protocol'].replace('_', '-')})" if c.get("protocol", "sequential") != "sequential" else "")
+
+def by_pair(
+    records: list[dict], # of one world
+) -> dict[str, dict[tuple, dict]]: # method → (seed, order_seed) → record
+    "Records by method and pair. Raises ValueError if two of one method share a pair, or the worlds differ."
+    out = {}
+    for r in same_world(records):
+        runs, pair = out.setdefault(method_of(r), {}), (r["config"]["seed"], r["config"]["order_seed"])
+        if pair in runs: raise ValueError(f"runs {runs[pair]['run_id']} and {r['run_id']} are both {method_of(r)!r} with seed and order_seed {pair}: leave one out")
+        runs[pair] = r
+    return out
+
+# %% ../nbs/45a_comparison.ipynb #23c2b55a
+def bca_interval(
+    values, # (n,) one number a pair
+    level: float = .95,
+    resamples: int = 10_000,
+    seed: int = 0, # of the resampling
+) -> tuple[float, float]: # (low, high); nan where n < 5
+    "BCa bootstrap interval of the mean over pairs (Efron 1987)."
+    x, N = np.asarray(values, dtype=float), NormalDist()
+    n = len(x)
+    if n < 5: return math.nan, math.nan
+    if np.ptp(x) == 0: return float(x[0]), float(x[0])
+    means = x[np.random.default_rng(seed).integers(n, size=(resamples, n))].mean(1)
+    below = ((means < x.mean()).mean() + (means <= x.mean()).mean()) / 2
+    z0, jack = N.inv_cdf(min(max(below, 1e-6), 1 - 1e-6)), (x.sum() - x) / (n - 1)
+    u = jack.mean() - jack
+    a = (u ** 3).sum() / (6 * (u ** 2).sum() ** 1.5)
+    z = [N.inv_cdf((1 - level) / 2), N.inv_cdf((1 + level) / 2)]
+    return tuple(float(q) for q in np.quantile(means, [N.cdf(z0 + (z0 + v) / (1 - a * (z0 + v))) for v in z]))
+
+# %% ../nbs/45a_comparison.ipynb #0b4298de
+def sign_flip_p(
+    differences, # (n,) one a pair
+    draws: int = 100_000, # of signs, where n > 16; else all 2^n are taken
+) -> float: # two-sided; nan for n = 0
+    "Exact paired permutation test of the mean difference."
+    d = np.asarray(differences, dtype=float)
+    n = len(d)
+    if n == 0: return math.nan
+    if n <= 16: signs = 1 - 2 * (np.arange(2 ** n)[:, None] >> np.arange(n) & 1)
+    else: signs = np.vstack([np.ones(n), np.random.default_rng(0).choice([-1, 1], size=(draws, n))]) # what was seen is one of the draws
+    return float((np.abs(signs @ d) >= np.abs(d.sum()) * (1 - 1e-12)).mean())
+
+def holm(
+    p, # (m,) p-values of one family
+) -> np.ndarray: # (m,) corrected, in the given order
+    "Holm's step-down correction (1979)."
+    p = np.asarray(p, dtype=float)
+    order, out = np.argsort(p, kind="stable"), np.empty(len(p))
+    out[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))) if len(p) else 0
+    return out
+
+# %% ../nbs/45a_comparison.ipynb #1d25412d
+def _column(runs, key):
+    "A summary value of each run that has it, in the order of the pairs."
+    return [v for _, r in sorted(runs.items()) if _number(v := r["summary"].get(key))]
+
+def tuned_single(
+    records: list[dict], # records of a comparison
+    adapter: str = "lora", # the reference
+) -> float | None: # mean just-learned score of the tasks alone; None where no such run is there
+    "What the reference learns of each task alone, mean over its runs. Raises ValueError where they were run with several settings."
+    runs = [r for r in records if r["config"].get("protocol") == "single" and r["config"]["adapter"] == adapter]
+    rates = {json.dumps([r["config"].get("training", {}).get("learning_rate"), r["config"].get("adapter_config")]) for r in runs}
+    if len(rates) > 1: raise ValueError(f"{adapter} was run on single tasks with several settings ({', '.join(sorted(rates))}): keep the one that the development world chose")
+    return float(np.mean([r["summary"]["just_learned_accuracy"] for r in runs])) if runs else None
+
+def standing_table(
+    records: list[dict], # of one world; any number of pairs a method
+) -> Table: # the best AUC first
+    "One row a method: means over its pairs, with the BCa interval of the AUC."
+    single, rows = tuned_single(records), []
+    mean = lambda runs, key: float(np.mean(v)) if (v := _column(runs, key)) else None
+    for name, runs in by_pair(records).items():
+        auc, learned = _column(runs, "retained_accuracy_auc"), mean(runs, "just_learned_accuracy")
+        share = learned / single if single and not name.endswith("(zero-shot)") else None
+        rows.append([name, len(runs), float(np.mean(auc)), *bca_interval(auc), mean(runs, "average_accuracy"), mean(runs, "average_forgetting"), max(_column(runs, "worst_drop"), default=None),
+                     learned, share, mean(runs, "adapter_mb"), mean(runs, "serving_mb"), mean(runs, "cpu_latency_overhead")])
+    columns = ["method", "n", "AUC", "95 % from", "to", "final", "forgotten", "worst drop", "just learned", "of single", "MB kept", "MB serving", "CPU latency +"]
+    return Table(f"{rows and records[0]['config']['stream']}: means over n (seed, order) pairs, the best AUC first", columns, sorted(rows, key=lambda row: -row[2]))
+
+# %% ../nbs/45a_comparison.ipynb #17b6dea1
+def _effect(d):
+    "Cohen's d of paired differences; None for fewer than two, or where all are the same."
+    return float(d.mean() / d.std(ddof=1)) if len(d) > 1 and np.ptp(d) > 0 else None
+
+def paired_table(
+    records: list[dict], # of one world
+    method: str = "himalaya", # set against every other
+    metric: str = "retained_accuracy_auc", # name in the summary
+) -> Table: # one row an opponent, the largest difference last
+    "Paired differences `method` − opponent: mean, BCa interval over pairs, exact p with Holm's correction over the rows, effect size."
+    runs, rows = by_pair(records), []
+    if method not in runs: raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
+    value = lambda name, pair: runs[name][pair]["summary"].get(metric)
+    for other in (m for m in runs if m != method):
+        pairs = [p for p in sorted(runs[method].keys() & runs[other].keys()) if _number(value(method, p)) and _number(value(other, p))]
+        if len(pairs) < 2: continue # a bound that was run once
+        d = np.array([value(method, p) - value(other, p) for p in pairs])
+        rows.append([other, len(d), float(d.mean()), *bca_interval(d), sign_flip_p(d), None, _effect(d), float(((d > 0) + (d == 0) / 2).mean())])
+    for row, p in zip(rows, holm([row[5] for row in rows])): row[6] = float(p)
+    return Table(f"{metric}: {method} minus the other, within (seed, order) pairs", ["opponent", "n", "difference", "95 % from", "to", "p (exact)", "p (Holm)", "d_z", "won"], sorted(rows, key=lambda row: row[2]))
+
+# %% ../nbs/45a_comparison.ipynb #c0436be2
+def _verdict(good, sure):
+    return "held" if good and sure else "in the mean, not shown" if good else "not held"
+
+def target_table(
+    records: list[dict], # of one world
+    method: str = "himalaya",
+    opponents: tuple = ("lora-bank", "lora+ewc", "lora"), # whose AUC is to be exceeded
+    most_forgotten: float = .015, # share of 1
+    least_learned: float = .95, # of the reference's just-learned score on single tasks
+) -> Table: # one row a target
+    "Each target with its figure, its interval and whether it held."
+    runs, single, rows = by_pair(records), tuned_single(records), []
+    if method not in runs: raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
+    lost, learned = (np.array(_column(runs[method], k)) for k in ("average_forgetting", "just_learned_accuracy"))
+    low, high = bca_interval(lost)
+    rows.append(["forgotten", f"≤ {most_forgotten}", len(lost), float(lost.mean()), low, high, _verdict(lost.mean() <= most_forgotten, high <= most_forgotten)])
+    if single:
+        low, high = bca_interval(learned / single)
+        rows.append(["just learned, of LoRA's alone", f"≥ {least_learned}", len(learned), float(learned.mean() / single), low, high, _verdict(learned.mean() / single >= least_learned, low >= least_learned)])
+    against = {r["opponent"]: r for r in paired_table(records, method).records()}
+    for o in opponents:
+        if (r := against.get(o)) is None: rows.append([f"AUC above {o}", "> 0", 0, None, None, None, "not run"])
+        else: rows.append([f"AUC above {o}", "> 0", r["n"], r["difference"], r["95 % from"], r["to"], _verdict(r["difference"] > 0, r["95 % from"] > 0 and r["p (Holm)"] < .05)])
+    return Table(f"{method}: what was asked, and what it gave", ["target", "limit", "n", "figure", "95 % from", "to", "verdict"], rows)
+
+# %% ../nbs/45a_comparison.ipynb #2179b3aa
+def pair_chart(
+    records: list[dict], # of one world
+    metric: str = "retained_accuracy_auc", # name in the summary
+    label: str = "AUC of retained accuracy (share of 1)", # of the axis
+) -> Chart: # topic pairs_{metric}
+    "The metric of every pair, method by method, the best mean first."
+    rows = sorted(((name, v) for name, runs in by_pair(records).items() if (v := _column(runs, metric))), key=lambda r: -np.mean(r[1]))
+    if not rows: raise ValueError(f"no run has {metric}; there are {', '.join(records[0]['summary'])}")
+    figure, ((axes,),) = new_figure(7., .42 * len(rows) + 1.3)
+    plain_axes(axes, "x")
+    for y, (name, v) in enumerate(rows):
+        low, high = bca_interval(v)
+        axes.scatter(v, np.full(len(v), y), s=22, facecolor="white", edgecolor="#8a8f98", linewidth=.9, zorder=2, label="one (seed, order) pair")
+        if low == low: axes.plot([low, high], [y, y], color=DARK, linewidth=2, zorder=3, label="95 % interval of the mean (BCa)")
+        axes.scatter([np.mean(v)], [y], marker="D", s=28, color=DARK, zorder=4, label="mean")
+        axes.annotate(f"{np.mean(v):.3f}", (np.mean(v), y), (0, 7), textcoords="offset points", ha="center", fontsize=7.5)
+    axes.set_yticks(range(len(rows)), [f"{name}  (n = {len(v)})" for name, v in rows], fontsize=8)
+    axes.set_ylim(len(rows) - .5, -.7)
+    axes.set_xlim(min(0, min(min(v) for _, v in rows)), 1.02 * max(1e-9, max(max(v) for _, v in rows)))
+    axes.set_xlabel(label, fontsize=9)
+    legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
+    return Chart(f"pairs_{metric}", figure)
