@@ -158,7 +158,7 @@ def merge_(
     drop_([book.gain, w2], owner, gone)
     return new.lost
 
-def _widths(book): return [(str(s.d_in), str(s.d_out)) for s in book.sites]
+def _widths(book): return [s.spaces for s in book.sites]
 
 # %% ../nbs/12c_consolidation.ipynb #1a0c0450
 POLICIES = ("refuse", "evict", "overwrite", "merge")

@@ -29,7 +29,7 @@ def ball(
 class Update:
     "The active slots of a batch, ready to be applied at every site."
     slots: Tensor # (u,) int64, which slots
-    strength: list[Tensor] # per site (b, u): v'
+    strength: list[Tensor] # per site (b, u), or (b, n, u) per token: v'
     read: list[Tensor] # per site (u, d_in)
     write: list[Tensor] # per site (u, d_out)
     folded: dict = field(default_factory=dict) # site → its two factors for a single sequence
@@ -40,61 +40,65 @@ class Update:
     ) -> Tensor: # (b, n, d_out)
         "y + ΔW x, computed in x's dtype; `ValueError` if the batch is not the one that was routed."
         v = self.strength[site]
-        if x.dim() != 3 or x.shape[0] != v.shape[0]:
-            raise ValueError(f"site {site} got an input of shape {tuple(x.shape)}, but {v.shape[0]} sequences were routed; expected (batch, tokens, width)")
+        if x.dim() != 3 or x.shape[:v.dim() - 1] != v.shape[:-1]:
+            raise ValueError(f"site {site} got an input of shape {tuple(x.shape)}, but {' × '.join(map(str, v.shape[:-1]))} {'sequences' if v.dim() == 2 else 'tokens'} were routed; expected (batch, tokens, width)")
         if site in self.folded and not torch.is_grad_enabled():
             read, write = self.folded[site]
             if read.dtype == x.dtype: return torch.addmm(y[0], torch.mm(x[0], read), write)[None]
         read, write = self.read[site], self.write[site]
         if read.dtype != x.dtype: read, write, v = read.to(x.dtype), write.to(x.dtype), v.to(x.dtype)
-        if x.shape[0] == 1 and not torch.is_grad_enabled(): # one sequence: its strength goes into the read vectors, once for all tokens to come
+        if v.dim() == 2 and x.shape[0] == 1 and not torch.is_grad_enabled(): # one sequence: its strength goes into the read vectors, once for all tokens to come
             self.folded[site] = (v.T * read).T, write
             return torch.addmm(y[0], torch.mm(x[0], self.folded[site][0]), write)[None]
-        h = (x @ read.T) * v[:, None]
+        h = (x @ read.T) * (v[:, None] if v.dim() == 2 else v)
         return torch.addmm(y.flatten(0, 1), h.flatten(0, 1), write).view_as(y)
 
-# %% ../nbs/10_dictionary.ipynb #00d57bb7
+# %% ../nbs/10_dictionary.ipynb #b1b85e97
 class Site(NamedTuple):
     "A place in the backbone that is adapted."
     name: str # module path
     d_in: int # width of its input
     d_out: int # width of its output
+    reads: str = "" # space of its input; empty: that of its width
+    writes: str = "" # space of its output; empty: that of its width
+    @property
+    def spaces(self): return self.reads or str(self.d_in), self.writes or str(self.d_out)
 
-# %% ../nbs/10_dictionary.ipynb #b1b85e97
+# %% ../nbs/10_dictionary.ipynb #699ee46b
 class Dictionary(nn.Module):
-    "Slots for all sites: read and write vectors by width, and a gain per slot and site."
+    "Slots for all sites: read and write vectors by space, and a gain per slot and site."
     def __init__(self,
         sites: list[Site],
         n_slots: int = 64, # K
         gamma: float = 4., # radius of the ball in which ΔW stays; found at d = 128
         seed: int = 0, # of the vectors of slots that nobody grew yet
+        norm_rescaling: bool = True, # unit vectors, and ΔW in the ball; else γ Σ v d qᵀ with vectors as they are
     ):
         super().__init__()
         if not sites: raise ValueError("a dictionary needs at least one site, got none")
-        self.sites, self.n_slots, self.gamma = list(sites), n_slots, gamma
+        self.sites, self.n_slots, self.gamma, self.norm_rescaling = list(sites), n_slots, gamma, norm_rescaling
+        self.spaces = [s.spaces for s in self.sites]
         gen = torch.Generator().manual_seed(seed)
-        def rows(width): return nn.Parameter(unit(torch.randn(n_slots, width, generator=gen)))
-        self.read = nn.ParameterDict({str(w): rows(w) for w in sorted({s.d_in for s in sites})})
-        self.write = nn.ParameterDict({str(w): rows(w) for w in sorted({s.d_out for s in sites})})
+        def book(widths): return nn.ParameterDict({k: nn.Parameter(unit(torch.randn(n_slots, w, generator=gen))) for k, w in sorted(widths)})
+        self.read = book({(r, s.d_in) for s, (r, _) in zip(sites, self.spaces)})
+        self.write = book({(w, s.d_out) for s, (_, w) in zip(sites, self.spaces)})
         self.gain = nn.Parameter(torch.zeros(len(sites), n_slots))
-        pairs = sorted({(s.d_in, s.d_out) for s in sites})
-        self.groups = {p: [i for i, s in enumerate(sites) if (s.d_in, s.d_out) == p] for p in pairs}
+        self.groups = {p: [i for i, x in enumerate(self.spaces) if x == p] for p in sorted(set(self.spaces))}
     def forward(self, slots, coefficients): return active_update(self, slots, coefficients)
 
-# %% ../nbs/10_dictionary.ipynb #699ee46b
+# %% ../nbs/10_dictionary.ipynb #972db3ec
 def active_update(
     dictionary: Dictionary,
     slots: Tensor, # (u,) int64, the slots that any sequence uses
-    coefficients: Tensor, # (b, u) gate times coefficient
+    coefficients: Tensor, # (b, u), or (b, n, u) per token: gate times coefficient
 ) -> Update:
     "Gather the active slots and bring their coefficients into the ball, for all sites."
-    reads = {w: unit(p[slots]) for w, p in dictionary.read.items()}
-    writes = {w: unit(p[slots]) for w, p in dictionary.write.items()}
-    v = coefficients * dictionary.gain[:, slots][:, None]
-    strength = [None] * len(dictionary.sites)
-    for (d_in, d_out), group in dictionary.groups.items():
-        q, d = reads[str(d_in)], writes[str(d_out)]
-        part = ball(v if len(dictionary.groups) == 1 else v[group], (q @ q.T) * (d @ d.T), dictionary.gamma)
+    book, norm = dictionary, unit if dictionary.norm_rescaling else (lambda x: x)
+    reads, writes = ({k: norm(p[slots]) for k, p in side.items()} for side in (book.read, book.write))
+    v = coefficients * book.gain[:, slots].unflatten(0, (-1, *[1] * (coefficients.dim() - 1)))
+    strength = [None] * len(book.sites)
+    for (r, w), group in book.groups.items():
+        part = v if len(book.groups) == 1 else v[group]
+        part = ball(part, (reads[r] @ reads[r].T) * (writes[w] @ writes[w].T), book.gamma) if book.norm_rescaling else book.gamma * part
         for i, s in zip(group, part.unbind(0)): strength[i] = s
-    s = dictionary.sites
-    return Update(slots, strength, [reads[str(x.d_in)] for x in s], [writes[str(x.d_out)] for x in s])
+    return Update(slots, strength, [reads[r] for r, _ in book.spaces], [writes[w] for _, w in book.spaces])

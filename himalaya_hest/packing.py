@@ -24,7 +24,7 @@ from .quant import dequantise_groups, grouped_bytes, quantise_groups
 
 # %% ../nbs/13a_packing.ipynb #80000f26
 GAIN_BITS = 8
-TRAINING_ONLY = ("projector_triangle", "current", "temperature")
+TRAINING_ONLY = ("projector_triangle", "current", "temperature", "usage")
 _SNAPPED = ("atoms", "gain", "columns")
 
 def _tensors(core, serving=False):

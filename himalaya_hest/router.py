@@ -89,9 +89,11 @@ class Router(nn.Module):
         mask_fraction: float = .1, # share of the features that an instruction opens
         n_counted: int = 4096, # token ids whose frequency is kept
         seed: int = 0, # of the fixed signs
+        use_prototypes: bool = True, # the mask comes from the nearest stored instruction
+        n_extra: int = 0, # 1: a scalar s beside logits and coefficients
     ):
         super().__init__()
-        self.n_slots, self.n_features, self.n_open = n_slots, n_features, max(1, round(mask_fraction * n_features))
+        self.n_extra, self.n_slots, self.n_features, self.n_open = n_extra, n_slots, n_features, max(1, round(mask_fraction * n_features))
         w1, wt = philox_signs(seed, 1, (n_features, width)), philox_signs(seed, 2, (n_features, width))
         bias = philox_uniform(seed, 3, n_features)
         self.digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in (w1, wt, bias))).hexdigest()
@@ -99,11 +101,13 @@ class Router(nn.Module):
         for name in ("e_mean", "e_scale", "t_mean", "t_scale"): self.register_buffer(name, torch.zeros(width))
         self.register_buffer("counted", torch.full((n_counted,), -1, dtype=torch.int32))
         self.register_buffer("frequency", torch.zeros(n_counted))
-        self.register_buffer("prototypes", torch.zeros(n_slots, width, dtype=torch.int8))
-        self.register_buffer("prototype_scale", torch.zeros(n_slots))
-        self.w2 = nn.Parameter(torch.zeros(n_features, 2 * n_slots))
+        self.register_buffer("prototypes", torch.zeros(n_slots * use_prototypes, width, dtype=torch.int8))
+        self.register_buffer("prototype_scale", torch.zeros(n_slots * use_prototypes))
+        self.w2 = nn.Parameter(torch.zeros(n_features, 2 * n_slots + n_extra))
     def features(self, e, tau): return router_features(self, e, tau)
-    def forward(self, phi): return (phi @ self.w2).split(self.n_slots, dim=1)
+    def forward(self, phi):
+        out, k = phi @ self.w2, self.n_slots
+        return out[..., :k], out[..., k:2 * k], *([out[..., -1]] if self.n_extra else [])
 
 Router.is_fitted = property(lambda self: bool(self.e_scale.any()))
 
@@ -122,17 +126,17 @@ def nearest_prototype(
 @torch.no_grad()
 def router_features(
     router: Router,
-    e: Tensor, # (b, d) mean embedding of the prompt
+    e: Tensor, # (b, d) mean embedding of the prompt, or (b, n, d) embedding of each token
     tau: Tensor, # (b, d) mean embedding of the instruction
-) -> Tensor: # (b, N) of norm √N, or zero where no open unit is positive
+) -> Tensor: # (b, N) or (b, n, N) of norm √N, or zero where no open unit is positive
     "φ = √N normalise(relu(W₁e + b) ⊙ mask(τ))."
     if not router.is_fitted:
         raise RuntimeError("the router has no statistics of generic text yet: call fit_statistics(tokenizer) once after get_peft_model, or load an adapter that was saved after it")
     h = torch.relu(((e - router.e_mean) / router.e_scale) @ router.w1.T + router.bias)
     t = nearest_prototype(router, (tau - router.t_mean) / router.t_scale)
     top = (t @ router.wt.T).topk(router.n_open, dim=1).indices
-    masked = torch.zeros_like(h).scatter_(1, top, h.gather(1, top))
-    return router.n_features**.5 * nn.functional.normalize(masked, dim=1)
+    mask = torch.zeros(len(t), router.n_features, device=h.device).scatter_(1, top, 1.)
+    return router.n_features**.5 * nn.functional.normalize(h * (mask[:, None] if h.dim() == 3 else mask), dim=-1)
 
 # %% ../nbs/12_router.ipynb #289fce88
 @torch.no_grad()
