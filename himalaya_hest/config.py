@@ -42,7 +42,9 @@ class TrainingParameters:
     weight_decay: float | None = None # None: the adapter's default
     lr_scheduler_type: str = "linear" # any name that transformers.get_scheduler knows; restarts with each task
     warmup_steps: int = 500 # upper bound of the warm-up
-    warmup_ratio: float = .1 # share of a task's steps
+    warmup_ratio: float | None = None # share of a task's steps; None: the adapter's default
+    adam_beta1: float | None = None # of AdamW's mean; None: the adapter's default
+    adam_beta2: float | None = None # of its mean square; None: the adapter's default
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
     num_train_epochs: int = 1
@@ -171,7 +173,9 @@ def _check_ranges(cfg, training, evaluation):
     from_zero |= {"evaluation.latency_pairs": evaluation.latency_pairs, "ewc.strength": cfg.ewc.get("strength"), "ewc.decay": cfg.ewc.get("decay")}
     for name, value in from_zero.items():
         if value is not None and not 0 <= value < float("inf"): raise ValueError(f"parameter {name} = {value!r} must be a number from 0 on.")
-    shares = {"training.warmup_ratio": training.warmup_ratio}
+    shares = {"training.warmup_ratio": training.warmup_ratio or 0.}
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= (getattr(training, name) or 0.) < 1: raise ValueError(f"parameter training.{name} = {getattr(training, name)!r} must lie in [0, 1).")
     for name, value in shares.items():
         if not 0 <= value <= 1: raise ValueError(f"parameter {name} = {value!r} must lie in [0, 1].")
     if not 0 <= (training.label_noise or 0.) < 1: raise ValueError(f"parameter training.label_noise = {training.label_noise!r} must lie in [0, 1).")
@@ -221,7 +225,7 @@ def default_run_id(config: RunConfig) -> str:
 # %% ../nbs/41_config.ipynb #73d5252f
 def _resolve_training(cfg, given):
     training = asdict(_checked(TrainingParameters, given, "training."))
-    for key, value in training_defaults(cfg.adapter).items():
+    for key, value in training_defaults(cfg.adapter, cfg.preset).items():
         if training[key] is None: training[key] = value
     rows = SCALES[cfg.scale]["max_train_rows"]
     training["max_train_rows"] = training["max_train_rows"] or rows

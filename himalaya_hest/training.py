@@ -83,7 +83,8 @@ def make_optimizer(
     if hasattr(adapter.tuner, "optimizer_groups"): groups = adapter.tuner.optimizer_groups(lr)
     else: groups = [dict(params=[p for p in adapter.model.parameters() if p.requires_grad])]
     if not any(g["params"] for g in groups): raise ValueError(f"adapter {adapter.name} has no trainable parameter")
-    return torch.optim.AdamW([dict(lr=lr, weight_decay=decay) | g for g in groups], fused=True)
+    betas = training["adam_beta1"], training["adam_beta2"]
+    return torch.optim.AdamW([dict(lr=lr, weight_decay=decay, betas=betas) | g for g in groups], fused=True)
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer,
