@@ -264,7 +264,8 @@ def standing_table(
         rows.append([name, len(runs), float(np.mean(auc)), *bca_interval(auc), mean(runs, "average_accuracy"), mean(runs, "average_forgetting"), max(_column(runs, "worst_drop"), default=None),
                      learned, share, mean(runs, "adapter_mb"), mean(runs, "serving_mb"), mean(runs, "cpu_latency_overhead")])
     columns = ["method", "n", "AUC", "95 % from", "to", "final", "forgotten", "worst drop", "just learned", "of single", "MB kept", "MB serving", "CPU latency +"]
-    return Table(f"{rows and records[0]['config']['stream']}: means over n (seed, order) pairs, the best AUC first", columns, sorted(rows, key=lambda row: -row[2]))
+    rate = next((f"; lora (single) at learning rate {r['config']['training']['learning_rate']:g}" for r in records if single and r["config"].get("protocol") == "single" and "training" in r["config"]), "")
+    return Table(f"{records[0]['config']['stream']}: means over n (seed, order) pairs, the best AUC first{rate}", columns, sorted(rows, key=lambda row: -row[2]))
 
 # %% ../nbs/45a_comparison.ipynb #17b6dea1
 def _effect(d):

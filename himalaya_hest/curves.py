@@ -7,6 +7,8 @@ __all__ = ['LENGTHS', 'METRICS', 'CONTROL', 'stopped_after', 'large_llama', 'att
            'curve_table', 'crossing', 'crossing_table', 'tasks_chart', 'bytes_chart', 'curve_report']
 
 # %% ../nbs/45b_curves.ipynb #065db338
+import re
+
 import numpy as np
 import peft
 import torch
@@ -88,7 +90,8 @@ def curve_points(
         tuner = attached_large(r)
         for n in (n for n in lengths if n <= len(r["tasks"])): found.setdefault((method_of(r), n), []).append(_point(r, tuner, n))
     mean = lambda rows, k: None if any(row[k] is None for row in rows) else float(np.mean([row[k] for row in rows]))
-    return [dict(method=m, tasks=n, n=len(rows)) | {k: mean(rows, k) for k in rows[0]} for (m, n), rows in sorted(found.items(), key=lambda i: i[0][1])]
+    by_size = lambda item: (item[0][1], [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0][0])])
+    return [dict(method=m, tasks=n, n=len(rows)) | {k: mean(rows, k) for k in rows[0]} for (m, n), rows in sorted(found.items(), key=by_size)]
 
 def curve_table(
     points: list[dict], # from `curve_points`
