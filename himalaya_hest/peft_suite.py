@@ -98,36 +98,35 @@ def himalaya_under_way(tuner, name: str) -> None:
 # %% ../nbs/09a_peft_suite.ipynb #b4ae1f27
 @torch.no_grad()
 def bank_under_way(tuner, name: str) -> None:
-    "Statistics, and the LoRA of the first task in training."
+    "Statistics, and the LoRA of the first task in training: random directions, sizes zero or random."
     core = tuner.lora_bank_core[name]
     for scale in (core.router.e_scale, core.router.t_scale): scale.fill_(1)
     core.used.fill_(1); core.current.zero_()
-    for p in core.dictionary.a.values(): p.uniform_(-1, 1)
-    for p in core.dictionary.b.values(): p.zero_() if tuner.peft_config[name].init_weights else p.uniform_(-1, 1)
+    for p in (*core.dictionary.a.values(), *core.dictionary.b.values()): p.normal_()
+    for p in core.dictionary.gain.values(): p.zero_() if tuner.peft_config[name].init_weights else p.uniform_(.5, 1)
 
 # %% ../nbs/09a_peft_suite.ipynb #f41e9396
 NO_MERGE = "the update depends on the prompt, so it cannot be merged into the weights"
 READER_SKIPS = {
     "layer_indexing": "all layers share one state, so fewer layers do not mean fewer parameters (PEFT leaves VeRA and VB-LoRA out here for the same reason)",
     r"no_autocast_adapter_dtype|dtype_autocast\[(True|False)-False-dtype[01]":
-        "the state is always float32, whatever the backbone's dtype: routing, keys and projector need it, and the bytes are counted so"}
+        "the state is always float32, whatever the backbone's dtype: routing, keys and projector need it, and the bytes are counted so",
+    "only_params_are_updated.*Conv1D": "this layer has one output, and a unit vector of width one has no direction to learn"}
 
 def reader(
     config: str, # "module:Class"
     under_way: Callable, # (tuner, adapter name)
     small: dict, # fields that keep the state of a case small
-    skips: dict, # of its own
 ) -> Subject:
     "A tuner that reads the prompt, routes once for all layers, and keeps one state."
     def fields(modules, **more): return small | dict(target_modules=modules) | more
     fresh = [fields(m, init_weights=False) for m in (["lin0"], ["lin1"])]
     custom = [("MLP 1", "MLP", fields("lin0")), ("MLP 2", "MLP", fields(["lin0", "lin1"])), ("MLP modules_to_save", "MLP", fields(["lin0"], modules_to_save=["lin1"])),
               ("MLP LayerNorm", "MLP_LayerNorm", fields(["lin1"], seed=1)), ("Embedding, transformers Conv1D", "EmbConv1D", fields(["conv1d"]))]
-    return Subject(config, custom, [("the same layer", fresh[0], fresh[0]), ("different layers", *fresh)], [fields(None, task_type="CAUSAL_LM")], under_way, NO_MERGE, READER_SKIPS | skips)
+    return Subject(config, custom, [("the same layer", fresh[0], fresh[0]), ("different layers", *fresh)], [fields(None, task_type="CAUSAL_LM")], under_way, NO_MERGE, READER_SKIPS)
 
-SUBJECTS = {"himalaya": reader("himalaya_hest.himalaya:HimalayaConfig", himalaya_under_way, dict(n_slots=8, n_features=64),
-                               {"only_params_are_updated.*Conv1D": "this layer has one output, and a unit vector of width one has no direction to learn"}),
-            "lora_bank": reader("himalaya_hest.lora_bank:LoraBankConfig", bank_under_way, dict(n_tasks=4), {})}
+SUBJECTS = {"himalaya": reader("himalaya_hest.himalaya:HimalayaConfig", himalaya_under_way, dict(n_slots=8, n_features=64)),
+            "lora_bank": reader("himalaya_hest.lora_bank:LoraBankConfig", bank_under_way, dict(n_tasks=4))}
 
 # %% ../nbs/09a_peft_suite.ipynb #f054df17
 def embedded(
