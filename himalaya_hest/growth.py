@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['LIFE', 'VECTOR_RATE', 'HimalayaCore', 'set_projector', 'add_state', 'after_load', 'tree_atoms', 'rebuild_tree',
            'refit_tree', 'tree_bias', 'gates_of', 'route', 'Tapped', 'gradient_tap', 'tapped', 'new_atoms',
-           'opening_key', 'grow', 'free_slots', 'set_key', 'projector_of', 'free', 'confine_step', 'HimalayaHooks',
-           'window_gradients', 'start_task', 'begin', 'make_room', 'give_up', 'finish_step', 'restart_dead', 'prune',
-           'open_shares', 'reopen', 'end_task', 'finish', 'protect', 'router_fisher', 'optimizer_groups']
+           'opening_key', 'grow', 'free_slots', 'kept_free', 'set_key', 'projector_of', 'free', 'confine_step',
+           'HimalayaHooks', 'window_gradients', 'start_task', 'begin', 'make_room', 'give_up', 'finish_step',
+           'restart_dead', 'prune', 'open_shares', 'reopen', 'end_task', 'finish', 'protect', 'router_fisher',
+           'optimizer_groups']
 
 # %% ../nbs/13_growth.ipynb #00397ef6
 import contextlib
@@ -136,7 +137,9 @@ def route(
     shape, (logits, c, *s) = phi.shape[:-1], core.router(phi.flatten(0, -2))
     opened, gates = gates_of(core, logits if bias is None else logits + bias.flatten(0, -2), training)
     slots = opened.any(0).nonzero().squeeze(1)
-    if training: core.opened += opened.sum(0); core.usage += opened.sum(0)
+    if training:
+        acting = opened if core.parts.gates == "budget" else top_gates(logits, core.slots_per_sequence, core.owner >= 0)
+        core.opened += acting.sum(0); core.usage += acting.sum(0)
     if not len(slots):
         if not training: return None
         slots = torch.zeros(1, dtype=torch.long, device=phi.device)
@@ -243,8 +246,10 @@ def grow(
 
 def free_slots(core) -> Tensor: # int64
     "Slots that a task may grow; the core is kept free where consolidation moves slots into it, or where its vectors are fixed."
-    kept_free = core.parts.n_core_slots if core.parts.consolidation != "none" or core.parts.update == "symmetric" else 0
-    return kept_free + (core.owner[kept_free:] < 0).nonzero().squeeze(1)
+    n = kept_free(core)
+    return n + (core.owner[n:] < 0).nonzero().squeeze(1)
+
+def kept_free(core): return core.parts.n_core_slots if core.parts.consolidation != "none" or core.parts.update == "symmetric" else 0
 
 # %% ../nbs/13_growth.ipynb #fdb25894
 @torch.no_grad()
@@ -296,7 +301,7 @@ class HimalayaHooks(StreamHooks):
         final_temperature: float = .1, # of the gates; they start at 1
         growth_batches: int = 4, # batches for the gradient, and later for pruning
         context_batches: int = 64, # batches from which keys and projector are computed
-        prune_cost: float = .2, # nats: a slot whose removal costs less is given back
+        prune_cost: float = .1, # nats: a slot whose removal costs less is given back
         gpm_energy: float = .97, # share of a task's features that `gpm` protects
         sampled_loss: Callable[[dict], Tensor] | None = None, # loss with labels drawn from the model, for `ewc`; None: the loss itself
         pack: Callable[[Tensor], None] = lambda slots: None, # puts finished slots on their grid
@@ -371,7 +376,7 @@ def make_room(
     book, policy, freed, K = core.dictionary, core.parts.when_full, [], len(core.owner)
     while policy != "refuse" and len(free_slots(core)) < wanted:
         energy = book.gain.detach().square().sum(0) if torch.count_nonzero(book.gain) else core.usage.double()
-        allowed = torch.arange(K, device=core.owner.device) >= (core.parts.n_core_slots if core.parts.consolidation != "none" or core.parts.update == "symmetric" else 0)
+        allowed = (torch.arange(K, device=core.owner.device) >= kept_free(core)) & (core.owner >= 0)
         new = slot_to_free(policy, core.owner, int(core.current), core.usage, energy, pair_losses(book, core.owner) if policy == "merge" else None, allowed)
         if new.slot < 0: break
         if new.into >= 0: new = new._replace(lost=merge_(book, core.router.w2, core.owner, new.into, new.slot))
@@ -408,6 +413,7 @@ def finish_step(hooks: HimalayaHooks, old: dict[str, Tensor]) -> None:
     confine_step(core, old)
     hooks.position += 1
     core.temperature.fill_(1 + (hooks.final_temperature - 1) * min(1., hooks.position / hooks.n_steps))
+    if core.parts.train_slots == "all": return # slots that all tasks share belong to none
     if hooks.position == max(1, round(.1 * hooks.n_steps)): restart_dead(hooks)
     if hooks.position == max(2, round(.6 * hooks.n_steps)): prune(hooks)
 

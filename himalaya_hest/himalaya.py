@@ -31,6 +31,7 @@ from .packing import check_budget, load_packed_file, packed_bytes, snap_slots_, 
 from .peft_bridge import add_peft_type, register_peft_method
 from .presets import PARTS, SIZES, Parts, parts_of, spaces_of
 from .router import fit_router, masked_mean, rarity
+from .streaming import make_hooks
 
 add_peft_type("HIMALAYA")
 
@@ -73,7 +74,7 @@ class HimalayaConfig(PeftConfig):
     final_temperature: float = .1 # of the gates; they start at 1
     growth_batches: int = 4 # batches for the growth gradient and for pruning
     context_batches: int = 64 # batches for keys and projector
-    prune_cost: float = .2 # nats: a slot whose removal costs less is given back
+    prune_cost: float = .1 # nats: a slot whose removal costs less is given back
     router_parameters: int = 45_000 # of the perceptron, at most
     router_ewc: float = .4 # λ of router_protection "ewc"
     gpm_energy: float = .97 # share of a task's features that router_protection "gpm" protects
@@ -431,8 +432,8 @@ def _stream_hooks(self, adapter_name: str | None = None) -> HimalayaHooks: # one
     if name not in self._hooks:
         c = self.peft_config[name]
         core = self.himalaya_core[name]
-        numbers = {n: getattr(c, n) for n in ("slots_per_task", "key_logit", "alpha", "final_temperature", "growth_batches", "context_batches", "prune_cost", "gpm_energy")}
-        self._hooks[name] = HimalayaHooks(core, lambda b: batch_loss(self, b), lambda b: batch_contexts(self, name, b), **numbers,
+        numbers = {n: getattr(c, n) for n in ("slots_per_task", "key_logit", "alpha", "final_temperature", "growth_batches", "context_batches", "prune_cost", "gpm_energy", "segment_steps", "tau")}
+        self._hooks[name] = make_hooks(core, lambda b: batch_loss(self, b), lambda b: batch_contexts(self, name, b), **numbers,
             sampled_loss=lambda b: batch_loss(self, b, torch.Generator().manual_seed(c.seed)), pack=lambda slots: snap_slots_(core, slots, core.parts.atom_bits))
     return self._hooks[name]
 
