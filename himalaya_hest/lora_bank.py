@@ -90,7 +90,7 @@ class Bank(nn.Module):
     def __init__(self,
         sites: list[Site],
         r: int = 1, # rank
-        gamma: float = 4., # bound of a component's size
+        gamma: float = 8., # bound of a component's size
         bits: int = 3, # of a finished LoRA's numbers
         n_tasks: int = 128, # places
         normalised: bool = True, # directions and sizes trained apart?
@@ -187,7 +187,7 @@ class BankCore(nn.Module):
         sites: list[Site],
         width: int, # of the input embeddings
         r: int = 1,
-        gamma: float = 4.,
+        gamma: float = 8.,
         bits: int = 3,
         n_tasks: int = 128,
         normalised: bool = True,
@@ -303,7 +303,7 @@ class LoraBankConfig(PeftConfig):
     modules_to_save: list[str] | None = None # other modules to train and save
     init_weights: bool = True # kept for PEFT: a new adapter is always the identity
     r: int = 1 # rank of a task's LoRA
-    gamma: float = 4. # bound of the size of each of its components
+    gamma: float = 8. # bound of the size of each of its components
     bits: int = 3 # of a finished LoRA's numbers: 2, 3, 4, 8 with one float16 scale a vector; 16 and 32 are floating point
     normalised: bool = True # directions and sizes trained apart; False: LoRA as it is
     train_rounded: bool = True # training sees the rounded factors
@@ -327,7 +327,7 @@ class LoraBankModel(HimalayaModel):
         if "lora_bank_core" not in self._modules:
             install(self, model)
             self.lora_bank_core = self._modules.pop("himalaya_core")
-        name = next(n for n, c in self.peft_config.items() if c is peft_config)
+        name = next(n for n, c in self.peft_config.items() if c is peft_config and n not in self.lora_bank_core) # one config may serve several adapters
         table, c = model.get_input_embeddings().weight, peft_config
         sites = find_sites(model, lambda key: self._check_target_module_exists(c, key), self.get_model_config(model).get("hidden_size", table.shape[1]))
         if not sites: return
