@@ -278,6 +278,7 @@ def _kept_bytes(run):
     "Bytes kept after the present task; one adapter a task where each was trained alone."
     return sum(adapter_bytes(run.adapter).values()) * (run.position.task + 1 if run.config.protocol == "single" else 1)
 
+# %% ../nbs/46_continual.ipynb #1657c8ff
 def train_stream(run: ContinualRun) -> None:
     "All tasks from the run's position on."
     state = restore_run(run)
@@ -402,6 +403,7 @@ def _logged(folder):
         warnings.showwarning = show
         log.removeHandler(handler); log.setLevel(level); handler.close(); set_random_states(states)
 
+# %% ../nbs/46_continual.ipynb #7577dee7
 def _hook_names(given, hooks):
     "Class names of the hooks; `ValueError` for what is no hook, and where a run file names others."
     for h in hooks:
