@@ -80,6 +80,8 @@ class HimalayaConfig(HimalayaParts):
     growth_batches: int = 4 # batches for the growth gradient and for pruning
     context_batches: int = 64 # batches for keys and projector
     prune_cost: float = .1 # nats: a slot whose removal costs less is given back
+    gain_rate: float = 5. # learning rate of gains, times the base rate
+    vector_rate: float = 60. # of unit vectors, times the base rate over √d
     router_parameters: int = 45_000 # of the perceptron, at most
     router_ewc: float = .4 # λ of router_protection "ewc"
     gpm_energy: float = .97 # share of a task's features that router_protection "gpm" protects
@@ -476,7 +478,8 @@ def batch_contexts(tuner, name, batch) -> tuple[Tensor, Tensor]: # each (b, d)
 # %% ../nbs/14_himalaya.ipynb #75c6eb99
 def _optimizer_groups(self, base_lr: float) -> list[dict]: # for torch.optim.AdamW
     "Parameter groups of the active adapter with a learning rate for each kind of parameter; other trainable parameters at the base rate."
-    groups = optimizer_groups(self.core(), base_lr)
+    c = self.peft_config[self.active_adapters[0]]
+    groups = optimizer_groups(self.core(), base_lr, c.gain_rate, c.vector_rate)
     known = {id(p) for g in groups for p in g["params"]}
     other = [p for p in self.parameters() if p.requires_grad and id(p) not in known]
     return groups + ([dict(params=other, lr=base_lr)] if other else [])
