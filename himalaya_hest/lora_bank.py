@@ -309,11 +309,13 @@ class LoraBankConfig(PeftConfig):
     train_rounded: bool = True # training sees the rounded factors
     n_tasks: int = 128 # places; unused ones are neither saved nor counted
     context_batches: int = 64 # batches from which a task's keys are computed
+    gain_rate: float = 5. # learning rate of sizes, times the base rate
+    vector_rate: float = 110. # of directions, times the base rate over √d
     seed: int = 0 # of the first directions
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType["LORA_BANK"]
-        if bad := [n for n in ("r", "gamma", "n_tasks", "context_batches") if not getattr(self, n) > 0]: raise ValueError(f"{bad[0]} must be positive, got {getattr(self, bad[0])}")
+        if bad := [n for n in ("r", "gamma", "n_tasks", "context_batches", "gain_rate", "vector_rate") if not getattr(self, n) > 0]: raise ValueError(f"{bad[0]} must be positive, got {getattr(self, bad[0])}")
         if self.bits not in (2, 3, 4, 8, 16, 32): raise ValueError(f"bits must be one of 2, 3, 4, 8, 16, 32, got {self.bits}")
 
 # %% ../nbs/30_lora_bank.ipynb #e6808a94
@@ -350,9 +352,9 @@ class LoraBankModel(HimalayaModel):
 # %% ../nbs/30_lora_bank.ipynb #916986cb
 def _optimizer_groups(self, base_lr: float) -> list[dict]: # for torch.optim.AdamW
     "Parameter groups of the active adapter; other trainable parameters at the base rate."
-    bank = self.core().dictionary
-    groups = [dict(params=[p], lr=base_lr * (110 / int(w)**.5 if bank.normalised else 1.)) for book in (bank.a, bank.b) for w, p in book.items()]
-    groups += [dict(params=list(bank.gain.values()), lr=5 * base_lr)] if bank.normalised else []
+    bank, c = self.core().dictionary, self.peft_config[self.active_adapters[0]]
+    groups = [dict(params=[p], lr=base_lr * (c.vector_rate / int(w)**.5 if bank.normalised else 1.)) for book in (bank.a, bank.b) for w, p in book.items()]
+    groups += [dict(params=list(bank.gain.values()), lr=c.gain_rate * base_lr)] if bank.normalised else []
     known = {id(p) for g in groups for p in g["params"]}
     other = [p for p in self.parameters() if p.requires_grad and id(p) not in known]
     return [g | dict(weight_decay=0.) for g in groups] + ([dict(params=other, lr=base_lr)] if other else [])
