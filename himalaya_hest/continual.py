@@ -301,8 +301,8 @@ def train_stream(run: ContinualRun) -> None:
 def _life(run):
     "What became of each task's slots, for a method with a dictionary; tasks by their names."
     if not hasattr(run.adapter.tuner, "dictionary_life"): return []
-    parts = run.adapter.tuner.core().parts
-    segments = parts.train_slots == "own" and parts.growth_trigger not in ("boundary", "none") # which are not told where a task begins
+    hooks = run.adapter.tuner.stream_hooks()
+    segments = hasattr(hooks, "segment") and not hooks.shared # growth that is not told where a task begins
     return [row | dict(task=f"segment {row['task']}" if segments else run.order[row["task"]]) for row in run.adapter.tuner.dictionary_life()]
 
 # %% ../nbs/46_continual.ipynb #82bdcbf3

@@ -310,7 +310,7 @@ class LoraBankConfig(PeftConfig):
     n_tasks: int = 128 # places; unused ones are neither saved nor counted
     context_batches: int = 64 # batches from which a task's keys are computed
     gain_rate: float = 5. # learning rate of sizes, times the base rate
-    vector_rate: float = 110. # of directions, times the base rate over √d
+    vector_rate: float = 60. # of directions, times the base rate over √d
     seed: int = 0 # of the first directions
     def __post_init__(self):
         super().__post_init__()

@@ -58,7 +58,7 @@ TRAINING_DEFAULTS = {
     "himalaya": dict(learning_rate=1e-2, weight_decay=0., warmup_ratio=0., adam_beta1=.8, adam_beta2=.95),
     "lora": dict(learning_rate=1e-3, weight_decay=0.),
     "lora+ewc": dict(learning_rate=1e-2, weight_decay=0.),
-    "lora-bank": dict(learning_rate=1e-2, weight_decay=0.),
+    "lora-bank": dict(learning_rate=1e-2, weight_decay=0., warmup_ratio=0., adam_beta1=.8, adam_beta2=.95),
     "vera": dict(learning_rate=2e-2, weight_decay=0.),
     "ia3": dict(learning_rate=2e-2, weight_decay=0.),
 }
