@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LIFE', 'HimalayaCore', 'set_projector', 'add_state', 'after_load', 'tree_atoms', 'rebuild_tree', 'refit_tree',
            'tree_bias', 'gates_of', 'route', 'Tapped', 'gradient_tap', 'tapped', 'new_atoms', 'opening_key', 'grow',
-           'free_slots', 'kept_free', 'set_key', 'projector_of', 'free', 'confine_step', 'HimalayaHooks',
+           'free_slots', 'kept_free', 'set_key', 'renew_guard', 'projector_of', 'free', 'confine_step', 'HimalayaHooks',
            'window_gradients', 'start_task', 'begin', 'make_room', 'give_up', 'finish_step', 'restart_dead', 'prune',
            'open_shares', 'reopen', 'end_task', 'finish', 'protect', 'router_fisher', 'optimizer_groups']
 
@@ -92,7 +92,9 @@ def after_load(core, _=None):
 def tree_atoms(core):
     book = core.dictionary.read
     width = str(len(core.router.e_mean))
-    return book[width if width in book else next(k for k, p in book.items() if p.shape[1] == int(width))].detach()[core.parts.n_core_slots:]
+    fits = [k for k, p in book.items() if p.shape[1] == int(width)]
+    if not fits: raise ValueError(f"kd_tree looks for atoms near the prompt's mean embedding of width {width}, but no site reads that width: the sites read {', '.join(book)}")
+    return book[fits[0]].detach()[core.parts.n_core_slots:]
 
 def rebuild_tree(core):
     "Cut the atoms anew."
@@ -134,7 +136,8 @@ def route(
     training = core.training and torch.is_grad_enabled()
     if not training and not bool((core.owner >= 0).any()): return None
     shape, (logits, c, *s) = phi.shape[:-1], core.router(phi.flatten(0, -2))
-    opened, gates = gates_of(core, logits if bias is None else logits + bias.flatten(0, -2), training)
+    if bias is not None: logits = logits + bias.flatten(0, -2)
+    opened, gates = gates_of(core, logits, training)
     slots = opened.any(0).nonzero().squeeze(1)
     if training:
         acting = opened if core.parts.gates == "budget" else top_gates(logits, core.slots_per_sequence, core.owner >= 0)
@@ -230,6 +233,7 @@ def grow(
     phi: Tensor, # (n, N) features of the task's prompts
     k: int, # slots wanted; fewer are grown if fewer are free
     key_logit: float, # κ, the logit on the task's prompts
+    e: Tensor | None = None, # (n, d) mean embeddings of those prompts, where a tree biases the gates
 ) -> Tensor: # (≤ k,) int64, the slots grown
     "Give free slots to the current task: vectors from the gradient, key and coefficient in closed form, gain zero."
     slots = free_slots(core)[:k]
@@ -238,9 +242,9 @@ def grow(
     for w, q in reads.items(): core.dictionary.read[w][slots] = q
     for w, d in writes.items(): core.dictionary.write[w][slots] = d
     core.dictionary.gain[:, slots] = 0
-    set_key(core, slots, phi, key_logit)
     core.owner[slots] = core.current
-    rebuild_tree(core)
+    refit_tree(core)
+    set_key(core, slots, phi, key_logit, None if e is None else tree_bias(core, e))
     return slots
 
 def free_slots(core) -> Tensor: # int64
@@ -252,12 +256,21 @@ def kept_free(core): return core.parts.n_core_slots if core.parts.consolidation 
 
 # %% ../nbs/13_growth.ipynb #fdb25894
 @torch.no_grad()
-def set_key(core, slots, phi, key_logit):
-    "Open slots for the given features, with coefficient 1 on them."
+def set_key(core, slots, phi, key_logit, bias=None):
+    "Open slots for the given features, with coefficient 1 on them; what a tree takes from their logits is added."
     key, K = opening_key(projector_of(core), phi, 1.), core.router.n_slots
-    core.router.w2[:, slots] = key_logit * key[:, None]
+    wanted = key_logit - (0 if bias is None else bias[:, slots].mean(0))
+    core.router.w2[:, slots] = key[:, None] * wanted
     core.router.w2[:, K + slots] = key[:, None]
-    if core.guard is not None: core.guard.forget("w2", torch.cat([slots, K + slots]))
+    if core.guard is not None: renew_guard(core, torch.cat([slots, K + slots]))
+
+def renew_guard(core, columns):
+    "New columns are as important, on each feature, as those of earlier tasks are on average; they are anchored where they start."
+    fisher, anchor = core.guard.of("w2")
+    fisher[:, columns] = 0
+    used = (fisher.abs().amax(0) > 0).sum().clamp_min(1)
+    fisher[:, columns] = fisher.sum(1, keepdim=True) / used
+    anchor[:, columns] = core.router.w2.detach()[:, columns]
 
 def projector_of(core): return core.projector if core.projector.numel() else torch.eye(core.router.n_features, device=core.owner.device)
 
@@ -283,6 +296,7 @@ def confine_step(
             p.copy_(old[name].index_add(1, cols, core.projector @ step if core.projector.numel() else step))
         elif name == "dictionary.gain": p.copy_(torch.where(moving, p, old[name]))
         elif name.startswith("dictionary."): p.copy_(torch.where(elastic[:, None], norm(p), old[name]))
+        elif name.startswith("tree.") and core.parts.train_slots == "own": p.copy_(old[name]) # finished slots keep their leaves
     refit_tree(core)
 
 # %% ../nbs/13_growth.ipynb #1d2a027a
@@ -358,9 +372,9 @@ def begin(hooks: HimalayaHooks, index: int, name: str, batches: list[dict], n_st
             warnings.warn(f"no place left for the instruction of task {name}: it uses the nearest of the {core.router.n_slots} stored ones")
         phi = core.router.features(e, tau)
         gradients = window_gradients(hooks, hooks.held) if core.parts.growth_trigger != "none" else {}
-        freed = make_room(core, hooks.slots_per_task, gradients, name) if gradients else []
-        slots = grow(core, gradients, phi, hooks.slots_per_task, hooks.key_logit) if gradients and len(free_slots(core)) else []
-    if gradients and not len(slots): warnings.warn(f"dictionary full: task {name} trained without slots; raise n_slots to give it some, or choose what when_full does")
+        freed = make_room(core, hooks.slots_per_task, gradients, name, hooks.pack) if gradients else []
+        slots = grow(core, gradients, phi, hooks.slots_per_task, hooks.key_logit, e) if gradients and len(free_slots(core)) else []
+    if core.parts.growth_trigger != "none" and not len(slots): warnings.warn(f"dictionary full: task {name} trained without slots; raise n_slots to give it some, or choose what when_full does")
     hooks.life.append(dict(zip(LIFE, (index, len(slots), 0, 0, len(slots), int((core.owner < 0).sum()), 0, 0., len(freed), sum(f.lost for f in freed)))))
 
 # %% ../nbs/13_growth.ipynb #226557aa
@@ -370,7 +384,8 @@ def make_room(
     wanted: int, # free slots
     gradients: dict, # as `gradient_tap` gives them; their squares are the Fisher information of an imprint
     name: str, # of the task that wants them
-) -> list: # what was freed, and at what loss
+    pack: Callable[[Tensor], None] = lambda slots: None, # puts slots that changed back on their grid
+) -> list: # what was freed, and the share of its task's strength that went with it
     "Free slots by the core's policy until enough are free or none can be had; a `UserWarning` for each."
     book, policy, freed, K = core.dictionary, core.parts.when_full, [], len(core.owner)
     while policy != "refuse" and len(free_slots(core)) < wanted:
@@ -378,10 +393,11 @@ def make_room(
         allowed = (torch.arange(K, device=core.owner.device) >= kept_free(core)) & (core.owner >= 0)
         new = slot_to_free(policy, core.owner, int(core.current), core.usage, energy, pair_losses(book, core.owner) if policy == "merge" else None, allowed)
         if new.slot < 0: break
-        if new.into >= 0: new = new._replace(lost=merge_(book, core.router.w2, core.owner, new.into, new.slot))
+        if new.into >= 0: merge_(book, core.router.w2, core.owner, new.into, new.slot)
         else: new = new._replace(lost=give_up(core, new.slot, gradients, new.lost))
         warnings.warn(f"to make room for task {name}: {new}")
         freed.append(new)
+    if freed: pack((core.owner >= 0).nonzero().squeeze(1))
     return freed
 
 # %% ../nbs/13_growth.ipynb #c41b9a2a
@@ -401,7 +417,9 @@ def give_up(
     if book.write is not book.read: squares += [sum(m.square().sum(1) for (_, w), m in gradients.items() if w == key) for key in book.write]
     whole = torch.cat([p.detach() for p in rows], 1)
     delta, gone = imprint(whole[slot], whole[:n], torch.cat(squares))
+    before = core.router.w2.detach().clone()
     imprint_(columns, core.owner, slot, torch.arange(n, device=core.owner.device), delta)
+    if core.guard is not None: core.guard.of("w2")[1].add_(core.router.w2.detach() - before) # its penalty would pull the imprint out again
     core.owner[:n] = torch.where(core.owner[:n] < 0, core.owner.new_tensor(0), core.owner[:n])
     return lost * gone
 
@@ -421,8 +439,9 @@ def restart_dead(hooks: HimalayaHooks) -> None:
     core = hooks.core
     dead = (core.own & (core.opened == 0)).nonzero().squeeze(1)
     if not len(dead): return
-    with _evaluating(core), torch.no_grad(): phi = core.router.features(*_features(hooks, hooks.held, len(hooks.held)))
-    set_key(core, dead, phi, 1.5 * hooks.key_logit)
+    with _evaluating(core), torch.no_grad():
+        e, tau = _features(hooks, hooks.held, len(hooks.held))
+        set_key(core, dead, core.router.features(e, tau), 1.5 * hooks.key_logit, tree_bias(core, e))
     hooks.life[-1]["restarted"] += len(dead)
 
 # %% ../nbs/13_growth.ipynb #91589eea
@@ -449,23 +468,26 @@ def prune(hooks: HimalayaHooks) -> None:
 def open_shares(
     core: HimalayaCore,
     phi: Tensor, # (n, N)
+    bias: Tensor | None = None, # (n, K), of a tree
 ) -> Tensor: # (K,) share of the rows on which a slot acts at inference
     "How often each slot is open on the given features."
-    return gates_of(core, core.router(phi)[0], False)[0].float().mean(0)
+    return gates_of(core, core.router(phi)[0] + (0 if bias is None else bias), False)[0].float().mean(0)
 
 @torch.no_grad()
 def reopen(
     core: HimalayaCore,
     phi: Tensor, # (n, N) features of the task that ends
     key_logit: float, # κ
+    bias: Tensor | None = None, # (n, K), of a tree
 ) -> Tensor: # the slots that got a new key
     "Solve the key again for slots that are open on less than 95 % of the task's rows, and keep it if they then open more often."
-    before = open_shares(core, phi)
+    before = open_shares(core, phi, bias)
     shut = (core.own & (before < .95)).nonzero().squeeze(1)
     if not len(shut): return shut
     old = core.router.w2[:, shut].clone()
-    core.router.w2[:, shut] = opening_key(projector_of(core), phi, key_logit)[:, None]
-    worse = open_shares(core, phi)[shut] <= before[shut]
+    wanted = key_logit - (0 if bias is None else bias[:, shut].mean(0))
+    core.router.w2[:, shut] = opening_key(projector_of(core), phi, 1.)[:, None] * wanted if bias is not None else opening_key(projector_of(core), phi, key_logit)[:, None]
+    worse = open_shares(core, phi, bias)[shut] <= before[shut]
     core.router.w2[:, shut[worse]] = old[:, worse]
     return shut[~worse]
 
@@ -478,11 +500,13 @@ def end_task(hooks: HimalayaHooks, loader) -> None:
 def finish(hooks: HimalayaHooks, batches: list[dict]) -> None:
     "What `end_task` does, from some batches of the task."
     core, row = hooks.core, hooks.life[-1]
-    with _evaluating(core): phi = core.router.features(*_features(hooks, batches, len(batches)))
+    with _evaluating(core), torch.no_grad():
+        e, tau = _features(hooks, batches, len(batches))
+        phi, bias = core.router.features(e, tau), tree_bias(core, e)
     slots = core.own.nonzero().squeeze(1) if core.parts.train_slots == "own" else (core.owner >= 0).nonzero().squeeze(1)
-    shut = reopen(core, phi, hooks.key_logit) if core.parts.train_slots == "own" else []
+    shut = reopen(core, phi, hooks.key_logit, bias) if core.parts.train_slots == "own" else []
     hooks.pack(slots)
-    row["reopened"], share = len(shut), open_shares(core, phi)[slots]
+    row["reopened"], share = len(shut), open_shares(core, phi, bias)[slots]
     row["opened_share"] = float(share.mean()) if len(share) else 0.
     protect(hooks, phi, batches)
     core.current.fill_(-1)
@@ -497,14 +521,17 @@ def protect(hooks, phi, batches) -> None:
 
 # %% ../nbs/13_growth.ipynb #665b40ba
 def router_fisher(hooks: HimalayaHooks, batches: list[dict]) -> dict[str, Tensor]:
-    "Squared gradients of the router's parameters, summed over batches; in evaluation mode, other gradients untouched."
+    "Squared gradients of the router's parameters, summed over batches, through the gates of training; other gradients and all counts untouched."
     named, core = dict(hooks.core.router.named_parameters()), hooks.core
+    was, counts = core.training, (core.opened.clone(), core.usage.clone())
+    core.train()
     fisher = {n: torch.zeros_like(p) for n, p in named.items()}
     for b in batches:
         with torch.enable_grad(): loss = hooks.sampled_loss(b)
         if not loss.requires_grad: continue # no slot acts on any row
         for f, g in zip(fisher.values(), torch.autograd.grad(loss, list(named.values()), allow_unused=True)):
             if g is not None: f += g.square()
+    core.train(was); core.opened.copy_(counts[0]); core.usage.copy_(counts[1])
     return fisher
 
 # %% ../nbs/13_growth.ipynb #f49ef356
@@ -533,7 +560,7 @@ def optimizer_groups(
 ) -> list[dict]: # for torch.optim.AdamW
     "Parameter groups with a rate for each kind, no weight decay; one rate for all where all slots train, as published."
     book = core.dictionary
-    if core.parts.train_slots == "all": return [dict(params=list(core.parameters()), lr=base_lr)]
+    if core.parts.train_slots == "all" and core.parts.router == "mlp": return [dict(params=list(core.parameters()), lr=base_lr)]
     vectors = list(dict.fromkeys([*book.read.values(), *book.write.values()]))
     groups = [dict(params=[book.gain], lr=gain_rate * base_lr)] if isinstance(book.gain, nn.Parameter) else []
     groups += [dict(params=list(core.router.parameters()), lr=base_lr)] + [dict(params=[p], lr=vector_rate * base_lr / p.shape[1]**.5) for p in vectors]

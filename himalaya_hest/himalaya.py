@@ -6,7 +6,7 @@
 __all__ = ['KWARG', 'TARGETS', 'OUTPUTS', 'HimalayaParts', 'HimalayaConfig', 'check_config', 'Routing', 'Call', 'HimalayaLayer',
            'prompt_of', 'refuse_packed', 'find_sites', 'HimalayaModel', 'TokenRouting', 'call_context', 'make_core',
            'install', 'before_forward', 'after_forward', 'receive', 'routed_again', 'routing_of', 'routed_now',
-           'summaries', 'generic_rows', 'batch_loss', 'batch_contexts']
+           'summaries', 'generic_rows', 'batch_loss', 'sampled_batch_loss', 'batch_contexts']
 
 # %% ../nbs/14_himalaya.ipynb #b4f7e50d
 import contextlib
@@ -105,6 +105,10 @@ def check_config(config: HimalayaConfig) -> None:
     positive = ("n_slots", "n_features", "gamma", "slots_per_sequence", "slots_per_task", "alpha", "final_temperature", "growth_batches", "context_batches", "router_parameters", "segment_steps")
     if bad := [n for n in positive if not getattr(config, n) > 0]: raise ValueError(f"{bad[0]} must be positive, got {getattr(config, bad[0])}")
     if not 0 < config.mask_fraction <= 1: raise ValueError(f"mask_fraction must lie in (0, 1], got {config.mask_fraction}")
+    ranges = dict(tau=(0, 1), gpm_energy=(0, 1), gain_rate=(0, float("inf")), vector_rate=(0, float("inf")), kd_fanout=(1, 1024), kd_leaf=(1, 1024))
+    for name, (low, high) in ranges.items():
+        if not low < getattr(config, name) <= high: raise ValueError(f"{name} is {getattr(config, name)}; expected above {low:g}" + (f" and at most {high:g}" if high < float("inf") else ""))
+    if config.router_ewc < 0: raise ValueError(f"router_ewc is {config.router_ewc}; expected 0 or more")
     if config.n_core_slots >= config.n_slots: raise ValueError(f"n_core_slots ({config.n_core_slots}) leaves no elastic slot of n_slots ({config.n_slots})")
     if config.growth_batches > config.context_batches: raise ValueError(f"growth_batches ({config.growth_batches}) may not exceed context_batches ({config.context_batches})")
 
@@ -271,6 +275,9 @@ class HimalayaModel(BaseTuner):
     @classmethod
     def _remove_adapter_name_from_key(cls, key, adapter_name): return key.replace(f"himalaya_core.{adapter_name}.", "himalaya_core.", 1)
     def _enable_peft_forward_hooks(self, *args, **kwargs): return call_context(*args, **kwargs)
+    def delete_adapter(self, adapter_name):
+        super().delete_adapter(adapter_name)
+        self._hooks.pop(adapter_name, None)
     def unload(self):
         for handle in self._handles: handle.remove()
         return super().unload()
@@ -352,6 +359,8 @@ def receive(tuner, module, args, kwargs):
     if KWARG not in kwargs: return None
     routed = kwargs.pop(KWARG)
     routed.reentrant |= not torch.is_grad_enabled()
+    if routed.reentrant and any(tuner.himalaya_core[n].parts.gates == "concrete" for n in routed):
+        raise ValueError("gates='concrete' draws noise once for all layers, which a reentrant checkpoint would draw again for each: use gradient_checkpointing_kwargs={'use_reentrant': False}")
     _ROUTED.set(routed_again(tuner, routed) if routed.reentrant and torch.is_grad_enabled() else routed)
     return args, kwargs
 
@@ -443,8 +452,8 @@ def _stream_hooks(self, adapter_name: str | None = None) -> HimalayaHooks: # one
         c = self.peft_config[name]
         core = self.himalaya_core[name]
         numbers = {n: getattr(c, n) for n in ("slots_per_task", "key_logit", "alpha", "final_temperature", "growth_batches", "context_batches", "prune_cost", "gpm_energy", "segment_steps", "tau")}
-        self._hooks[name] = make_hooks(core, lambda b: batch_loss(self, b), lambda b: batch_contexts(self, name, b), **numbers,
-            sampled_loss=lambda b: batch_loss(self, b, torch.Generator().manual_seed(c.seed)), pack=lambda slots: snap_slots_(core, slots, core.parts.atom_bits))
+        self._hooks[name] = make_hooks(core, partial(batch_loss, self), partial(batch_contexts, self, name), **numbers, # no closures: a copy of the model gets copies of these
+            sampled_loss=partial(sampled_batch_loss, self, c.seed), pack=partial(snap_slots_, core, bits=core.parts.atom_bits))
     return self._hooks[name]
 
 HimalayaModel._himalaya_layers, HimalayaModel.core, HimalayaModel.stream_hooks = _himalaya_layers, _core, _stream_hooks
@@ -462,6 +471,10 @@ def batch_loss(tuner, batch, generator=None) -> Tensor: # scalar
     with tuner._enable_peft_forward_hooks(prompt_mask=batch.get("prompt_mask"), instruction_mask=batch.get("instruction_mask")):
         out = tuner.model(**{k: batch[k] for k in _MODEL_KEYS}, use_cache=False)
         return out.loss if generator is None else sampled_label_loss(out.logits, batch["labels"], generator)
+
+def sampled_batch_loss(tuner, seed, batch) -> Tensor: # scalar
+    "Summed loss of a batch over labels drawn from the model itself."
+    return batch_loss(tuner, batch, torch.Generator().manual_seed(seed))
 
 def batch_contexts(tuner, name, batch) -> tuple[Tensor, Tensor]: # each (b, d)
     "e and τ of a batch."
@@ -487,8 +500,11 @@ def _optimizer_groups(self, base_lr: float) -> list[dict]: # for torch.optim.Ada
 # %% ../nbs/14_himalaya.ipynb #ab65b131
 def _state_bytes(self, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
     "Bytes of every part of the state between two tasks, packed; finished slots lie on the grid already."
-    core = self.core(adapter_name)
-    return packed_bytes(core, bits=core.parts.atom_bits)
+    core, hooks = self.core(adapter_name), self._hooks.get(adapter_name or self.active_adapters[0])
+    parts = packed_bytes(core, bits=core.parts.atom_bits)
+    if hasattr(hooks, "segment"): # growth without boundaries keeps batches, residuals and masters from one task to the next
+        parts["hooks"] = sum(t.numel() * t.element_size() for n, t in hooks.state_dict().items() if n not in ("life", "position", "opened"))
+    return parts
 
 def _serving_bytes(self, adapter_name: str | None = None) -> int:
     "Bytes that answering needs beside the backbone: packed vectors, gains and router columns of the slots in use, statistics and prototypes, no projector."

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .growth import HimalayaCore, set_projector
+from .growth import HimalayaCore, refit_tree, set_projector
 from .linalg import unpack_symmetric
 from .quant import dequantise_groups, grouped_bytes, quantise_groups
 
@@ -30,7 +30,7 @@ _SNAPPED = ("atoms", "gain", "columns")
 def _tensors(core, serving=False):
     seen, tensors = set(), core.state_dict(keep_vars=True)
     for name, t in tensors.items():
-        if id(t) in seen or serving and name in TRAINING_ONLY: continue # seen: one tensor under two names
+        if id(t) in seen or serving and (name in TRAINING_ONLY or name.startswith("guard.")): continue # seen: one tensor under two names
         seen.add(id(t))
         yield name, _kind(name, t, len(core.owner), "router.w1" in tensors), t
 
@@ -123,6 +123,7 @@ def load_packed(
     core.opened.zero_()
     if serving: core.current.fill_(-1); core.temperature.fill_(1.)
     set_projector(core, torch.zeros_like(core.projector) if serving else unpack_symmetric(core.projector_triangle))
+    refit_tree(core)
 
 # %% ../nbs/13a_packing.ipynb #9915fe02
 class Fill(NamedTuple):

@@ -83,6 +83,13 @@ def check_parts(parts: Parts) -> None:
         raise ValueError(f"strength {parts.strength!r} belongs to the symmetric update; the asymmetric one has a gain for each slot and site: strength='slots'")
     if parts.update == "symmetric" and parts.when_full == "merge": raise ValueError("when_full='merge' needs the asymmetric update: two slots of one r have no rank-1 form of their own")
     if parts.consolidation != "none" and not parts.n_core_slots: raise ValueError(f"consolidation {parts.consolidation!r} moves slots into the core: give n_core_slots > 0")
+    shared = parts.train_slots == "all" and parts.router == "mlp"
+    if parts.growth_trigger == "none" and not shared:
+        raise ValueError("growth_trigger='none' grows no slot, so nothing would be learned: only slots that all tasks share from the start do without (train_slots='all' with router='mlp')")
+    if parts.train_slots == "own" and parts.consolidation != "none" and parts.when_full not in ("evict", "overwrite"):
+        raise ValueError(f"consolidation {parts.consolidation!r} is for slots that have to go, and when_full={parts.when_full!r} lets none go: take 'evict' or 'overwrite'")
+    if parts.update == "asymmetric" and parts.n_core_slots and parts.consolidation == "none":
+        raise ValueError(f"n_core_slots={parts.n_core_slots} has no use in the asymmetric update without consolidation: take consolidation='imprint' or 'rotation' with it")
     if parts.train_slots == "all" and parts.when_full not in ("refuse", "evict"):
         raise ValueError(f"when_full {parts.when_full!r} goes by tasks, but train_slots='all' keeps no account of tasks: take 'evict' or 'refuse'")
 

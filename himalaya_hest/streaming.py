@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .consolidation import slot_to_free
 from .growth import (HimalayaCore, HimalayaHooks, LIFE, begin, confine_step, finish, finish_step, gates_of, give_up, gradient_tap, open_shares,
-                                  protect, rebuild_tree, reopen, set_key, tree_bias)
+                                  protect, rebuild_tree, refit_tree, reopen, set_key, tree_bias)
 from .linalg import philox_signs
 from .symmetric import residual
 from .triggers import ContextTrigger, CosineTrigger, EnergyTrigger, LossTrigger, ResidualBuffer
@@ -79,7 +79,7 @@ def watch(hooks: StreamingHooks) -> None:
 def see(hooks: StreamingHooks, batch: dict) -> None:
     "Keep a batch, and its loss if that is judged; no parameter is changed."
     hooks.open.close()
-    hooks.recent = [*hooks.recent, {k: t for k, t in batch.items() if torch.is_tensor(t)}][-hooks.context_batches:]
+    hooks.recent = [*hooks.recent, {k: t for k, t in batch.items() if torch.is_tensor(t)}][-(hooks.context_batches + hooks.window):]
     if hooks.kind == "loss_change":
         with torch.no_grad(): hooks.batch_loss = float(hooks.loss(batch))
 
@@ -125,8 +125,9 @@ def judge(hooks: StreamingHooks) -> bool:
 def training_goes_on(hooks: StreamingHooks, task) -> None:
     "The segment takes its own values back from what was shown; where slots are shared, schedule and record begin anew."
     core = hooks.core
-    for name, p, at in places(core, hooks.masters.pop("slots", None)): p.data[at] = hooks.masters.pop(name)
-    rebuild_tree(core)
+    for part in (hooks.trigger, hooks.buffer): part.to(core.owner.device)
+    for name, p, at in places(core, hooks.masters.pop("slots", None)): p.data[at] = hooks.masters.pop(name).to(p.device)
+    refit_tree(core)
     core.current.clamp_(min=0)
     if hooks.shared:
         hooks.position = 0; core.temperature.fill_(1.)
