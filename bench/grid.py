@@ -1,7 +1,7 @@
 """Run every combination of a grid file, several at once, and keep one small record of each.
 
-    python bench/grid.py bench/grids/compare_main.yaml --workers 2 --threads 1
-    python bench/grid.py bench/grids/compare_main.yaml --dry-run        # lists the runs, and about how long they take
+    python bench/grid.py bench/grids/compare_main10.yaml --workers 2 --threads 1
+    python bench/grid.py bench/grids/compare_main10.yaml --dry-run        # lists the runs, and about how long they take
 
 A grid file is YAML: `name`, `base` (parameters of `run_continual`), and `axes` (a list of dictionaries parameter → list of
 values; each dictionary is a product, the dictionaries are joined). A nested parameter is written with a dot (training.learning_rate).
