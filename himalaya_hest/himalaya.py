@@ -367,7 +367,7 @@ def receive(tuner, module, args, kwargs):
     if KWARG not in kwargs: return None
     routed = kwargs.pop(KWARG)
     routed.reentrant |= not torch.is_grad_enabled()
-    if routed.reentrant and any(tuner.himalaya_core[n].parts.gates == "concrete" for n in routed):
+    if routed.reentrant and any(getattr(tuner.himalaya_core[n].parts, "gates", None) == "concrete" for n in routed):
         raise ValueError("gates='concrete' draws noise once for all layers, which a reentrant checkpoint would draw again for each: use gradient_checkpointing_kwargs={'use_reentrant': False}")
     _ROUTED.set(routed_again(tuner, routed) if routed.reentrant and torch.is_grad_enabled() else routed)
     return args, kwargs
