@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['LIFE', 'HimalayaCore', 'set_projector', 'add_state', 'after_load', 'tree_atoms', 'rebuild_tree', 'refit_tree',
            'tree_bias', 'gates_of', 'route', 'Tapped', 'gradient_tap', 'tapped', 'new_atoms', 'opening_key', 'grow',
-           'free_slots', 'kept_free', 'set_key', 'renew_guard', 'projector_of', 'free', 'confine_step', 'HimalayaHooks',
-           'window_gradients', 'start_task', 'begin', 'make_room', 'give_up', 'finish_step', 'restart_dead', 'prune',
-           'open_shares', 'reopen', 'end_task', 'finish', 'protect', 'router_fisher', 'optimizer_groups']
+           'free_slots', 'kept_free', 'set_key', 'renew_guard', 'projector_of', 'free', 'router_columns',
+           'confine_step', 'HimalayaHooks', 'window_gradients', 'start_task', 'begin', 'make_room', 'give_up',
+           'finish_step', 'restart_dead', 'prune', 'open_shares', 'reopen', 'end_task', 'finish', 'protect',
+           'router_fisher', 'optimizer_groups']
 
 # %% ../nbs/13_growth.ipynb #00397ef6
 import contextlib
@@ -29,6 +30,7 @@ from .presets import PRESETS, Parts
 from .protection import RouterEWC, gpm_update
 from .router import Router, add_prototype, open_slots, straight_through
 from .symmetric import SymmetricDictionary, SymmetricUpdate
+from .triggers import dead_starts
 
 # %% ../nbs/13_growth.ipynb #636c951e
 class HimalayaCore(nn.Module):
@@ -168,7 +170,8 @@ class Tapped:
     def apply(self, site, x, y):
         if self.update is not None: y = self.update.apply(site, x, y)
         at, anchor = self.sites[site], torch.ones((), device=x.device, requires_grad=True)
-        return _Tap.apply(y, x.detach(), anchor, self.sums.setdefault(at.spaces, x.new_zeros(at.d_out, at.d_in, dtype=torch.float32)))
+        if at.spaces not in self.sums: self.sums[at.spaces] = x.new_zeros(at.d_out, at.d_in, dtype=torch.float32)
+        return _Tap.apply(y, x.detach(), anchor, self.sums[at.spaces])
 
 # %% ../nbs/13_growth.ipynb #3918070a
 @contextlib.contextmanager
@@ -267,7 +270,7 @@ def set_key(core, slots, phi, key_logit, bias=None):
 def renew_guard(core, columns):
     "New columns are as important, on each feature, as those of earlier tasks are on average; they are anchored where they start."
     fisher, anchor = core.guard.of("w2")
-    fisher[:, columns] = 0
+    core.guard.forget("w2", columns)
     used = (fisher.abs().amax(0) > 0).sum().clamp_min(1)
     fisher[:, columns] = fisher.sum(1, keepdim=True) / used
     anchor[:, columns] = core.router.w2.detach()[:, columns]
@@ -280,6 +283,15 @@ def free(core, slots):
     for k in slots.tolist(): drop_([core.dictionary.gain, core.router.w2], core.owner, k)
 
 # %% ../nbs/13_growth.ipynb #b487cbf5
+def router_columns(
+    slots: Tensor, # (u,) int64
+    n_slots: int, # K
+    n_columns: int, # of the router's last matrix: 2K, and one more with s
+) -> Tensor: # (2u + extra,) int64: their gate logits, their coefficients, and what belongs to no slot
+    "Columns of the router's last matrix that go with slots."
+    return torch.cat([slots, n_slots + slots, torch.arange(2 * n_slots, n_columns, device=slots.device)])
+
+# %% ../nbs/13_growth.ipynb #a37c248d
 @torch.no_grad()
 def confine_step(
     core: HimalayaCore,
@@ -291,13 +303,12 @@ def confine_step(
     norm = unit if core.parts.norm_rescaling else (lambda x: x)
     for name, p in core.named_parameters():
         if name == "router.w2":
-            cols = torch.cat([moving, moving, moving.new_ones(p.shape[1] - 2 * len(moving))]).nonzero().squeeze(1)
+            cols = router_columns(moving.nonzero().squeeze(1), len(moving), p.shape[1])
             step = p[:, cols] - old[name][:, cols]
             p.copy_(old[name].index_add(1, cols, core.projector @ step if core.projector.numel() else step))
         elif name == "dictionary.gain": p.copy_(torch.where(moving, p, old[name]))
         elif name.startswith("dictionary."): p.copy_(torch.where(elastic[:, None], norm(p), old[name]))
         elif name.startswith("tree.") and core.parts.train_slots == "own": p.copy_(old[name]) # finished slots keep their leaves
-    refit_tree(core)
 
 # %% ../nbs/13_growth.ipynb #1d2a027a
 LIFE = ("task", "grown", "restarted", "pruned", "kept", "free", "reopened", "opened_share", "freed", "lost") # columns of the record
@@ -437,7 +448,7 @@ def finish_step(hooks: HimalayaHooks, old: dict[str, Tensor]) -> None:
 def restart_dead(hooks: HimalayaHooks) -> None:
     "Give slots that never opened a new key, half as strong again."
     core = hooks.core
-    dead = (core.own & (core.opened == 0)).nonzero().squeeze(1)
+    dead = dead_starts(core.opened, torch.where(core.own, hooks.position, -1), hooks.position)
     if not len(dead): return
     with _evaluating(core), torch.no_grad():
         e, tau = _features(hooks, hooks.held, len(hooks.held))
@@ -485,8 +496,8 @@ def reopen(
     shut = (core.own & (before < .95)).nonzero().squeeze(1)
     if not len(shut): return shut
     old = core.router.w2[:, shut].clone()
-    wanted = key_logit - (0 if bias is None else bias[:, shut].mean(0))
-    core.router.w2[:, shut] = opening_key(projector_of(core), phi, 1.)[:, None] * wanted if bias is not None else opening_key(projector_of(core), phi, key_logit)[:, None]
+    key = opening_key(projector_of(core), phi, key_logit)[:, None]
+    core.router.w2[:, shut] = key if bias is None else key * (1 - bias[:, shut].mean(0) / key_logit)
     worse = open_shares(core, phi, bias)[shut] <= before[shut]
     core.router.w2[:, shut[worse]] = old[:, worse]
     return shut[~worse]
@@ -506,6 +517,7 @@ def finish(hooks: HimalayaHooks, batches: list[dict]) -> None:
     slots = core.own.nonzero().squeeze(1) if core.parts.train_slots == "own" else (core.owner >= 0).nonzero().squeeze(1)
     shut = reopen(core, phi, hooks.key_logit, bias) if core.parts.train_slots == "own" else []
     hooks.pack(slots)
+    refit_tree(core)
     row["reopened"], share = len(shut), open_shares(core, phi, bias)[slots]
     row["opened_share"] = float(share.mean()) if len(share) else 0.
     protect(hooks, phi, batches)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .growth import HimalayaCore, refit_tree, set_projector
+from .growth import HimalayaCore, refit_tree, router_columns, set_projector
 from .linalg import unpack_symmetric
 from .quant import dequantise_groups, grouped_bytes, quantise_groups
 
@@ -47,7 +47,7 @@ def _kind(name, t, n_slots, shared_router):
 def _place(kind, t, slots, n_slots, stored=None, n_tokens=None):
     if kind == "atoms": return (slots,)
     if kind == "gain": return slice(None), slots
-    if kind == "columns": return slice(None), torch.cat([slots, n_slots + slots, torch.arange(2 * n_slots, t.shape[1], device=slots.device)])
+    if kind == "columns": return slice(None), router_columns(slots, n_slots, t.shape[1])
     return {"rows": (stored,), "prefix": (slice(n_tokens),), "whole": (...,)}[kind]
 
 # %% ../nbs/13a_packing.ipynb #6e152eaa

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .consolidation import slot_to_free
 from .growth import (HimalayaCore, HimalayaHooks, LIFE, begin, confine_step, finish, finish_step, gates_of, give_up, gradient_tap, open_shares,
-                                  protect, rebuild_tree, refit_tree, reopen, set_key, tree_bias)
+                                  protect, rebuild_tree, refit_tree, reopen, router_columns, set_key, tree_bias)
 from .linalg import philox_signs
 from .symmetric import residual
 from .triggers import ContextTrigger, CosineTrigger, EnergyTrigger, LossTrigger, ResidualBuffer
@@ -161,9 +161,8 @@ def turn(hooks: StreamingHooks, old: dict[str, Tensor]) -> None:
 def places(core: HimalayaCore, slots: Tensor | None): # yields name, parameter, index; nothing for None
     "Where the values of slots lie."
     if slots is None: return
-    K = len(core.owner)
     for name, p in core.named_parameters():
-        if name == "router.w2": yield name, p, (slice(None), torch.cat([slots, K + slots, torch.arange(2 * K, p.shape[1], device=slots.device)]))
+        if name == "router.w2": yield name, p, (slice(None), router_columns(slots, len(core.owner), p.shape[1]))
         elif name == "dictionary.gain": yield name, p, (slice(None), slots)
         elif name.startswith("dictionary."): yield name, p, (slots,)
 
