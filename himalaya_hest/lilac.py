@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .dictionary import Site
 from .peft_bridge import add_peft_type, register_peft_method
-from .tuner_shell import PairCore, ShellConfig, ShellModel, check_bits, core_bytes
+from .tuner_shell import PairCore, ShellConfig, ShellModel, check_bits, core_bytes, drawn_from
 
 add_peft_type("LILAC")
 
@@ -30,7 +30,7 @@ class Lilac(PairCore):
         seed: int = 0,
     ):
         super().__init__(sites)
-        gen, n = None if torch.empty(0).is_meta else torch.Generator().manual_seed(seed), len(self.sites)
+        gen, n = drawn_from(seed), len(self.sites)
         widths = sorted({w for s in self.sites for w in (s.d_in, s.d_out)})
         self.atoms = nn.ParameterDict({str(w): nn.functional.normalize(torch.randn(n_atoms, w, generator=gen), dim=1) for w in widths}) # width → (K, width)
         self.a = nn.Parameter(torch.randn(n, rank, n_atoms, generator=gen) / n_atoms**.5)

@@ -87,13 +87,14 @@ _say_import(peft.PeftModel)
 
 # %% ../nbs/09_peft_bridge.ipynb #f072d232
 class RowStack(nn.Module):
-    "Rows that are added as tasks end, float32; none in the beginning."
+    "Rows that are added as tasks end; none in the beginning."
     def __init__(self,
         width: int, # of a row
         device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
         super().__init__()
-        self.register_buffer("rows", torch.zeros(0, width, device=device, dtype=torch.float32))
+        self.register_buffer("rows", torch.zeros(0, width, device=device, dtype=dtype))
         self.register_load_state_dict_pre_hook(lambda stack, state, prefix, *rest: stack.resize(len(state[prefix + "rows"])) if prefix + "rows" in state else None)
     def resize(self, n: int) -> None: # rows afterwards; if that is another number, their values are for the caller to fill in
         if n != len(self.rows): self.rows = self.rows.new_zeros(n, self.rows.shape[1])

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['QV', 'ShellConfig', 'ShellLayer', 'ShellModel', 'add_core', 'int8_rows', 'snap_', 'pack', 'unpack_', 'SnapHooks',
-           'core_bytes', 'check_bits', 'PairCore', 'train_a_little', 'state_faults', 'use_faults', 'tiny_backbone',
-           'tiny_batch']
+           'core_bytes', 'check_bits', 'shape_of', 'drawn_from', 'PairCore', 'train_a_little', 'state_faults',
+           'use_faults', 'tiny_backbone', 'tiny_batch']
 
 # %% ../nbs/30a_tuner_shell.ipynb #d52127ed
 import copy
@@ -167,6 +167,12 @@ def check_bits(config: ShellConfig) -> None:
     if config.bits not in (8, 32): raise ValueError(f"bits is {config.bits}; expected 8 (int8 with a float16 scale a row) or 32 (floating point)")
 
 # %% ../nbs/30a_tuner_shell.ipynb #98d7e0a4
+def shape_of(site: Site) -> str: # the name under which sites share parameters
+    return f"{site.d_out}x{site.d_in}"
+
+def drawn_from(seed: int) -> torch.Generator | None: # None: weights are empty, and nothing is drawn
+    return None if torch.empty(0).is_meta else torch.Generator().manual_seed(seed)
+
 class PairCore(nn.Module):
     "A core whose sites each have a low-rank pair: y + B A x."
     def __init__(self, sites: list[Site]):
