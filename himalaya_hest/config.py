@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['LATER', 'CHOICES', 'SCALES', 'REVISIONS', 'SHORT_STREAM', 'LONG_POINTS', 'SCHEDULES', 'SILENT', 'TrainingParameters',
-           'EvaluationParameters', 'EWCParameters', 'evaluation_schedule', 'RunConfig', 'told_parameters',
-           'parameters_digest', 'default_run_id', 'resolve', 'notebook_parameters', 'save_config', 'load_config']
+           'EvaluationParameters', 'EWCParameters', 'SearchParameters', 'evaluation_schedule', 'RunConfig',
+           'told_parameters', 'parameters_digest', 'default_run_id', 'resolve', 'notebook_parameters', 'save_config',
+           'load_config']
 
 # %% ../nbs/41_config.ipynb #5cf0edee
 import difflib
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from .code_execution import check_platform
-from .registry import EWC_DEFAULTS, parse_adapter, resolve_adapter_config, training_defaults
+from .registry import EWC_DEFAULTS, parse_adapter, resolve_adapter_config, searched_defaults, training_defaults
 
 # %% ../nbs/41_config.ipynb #06432ac0
 LATER = "is not built yet"
@@ -32,11 +33,11 @@ CHOICES = {
     "role": {"proposed": "", "baseline": "", "ablation": ""},
 }
 SCALES = {  # what a scale gives to parameters that were left open
-    "mini": dict(model="mini", stream="mini25", dtype="auto", quantisation="none",
+    "mini": dict(model="mini", stream="mini25", dtype="auto", quantisation="none", search=dict(stream="mini25_dev"),
         training=dict(max_train_rows=400, bf16=False, gradient_checkpointing=False), evaluation=dict(max_eval_rows=50, final_eval_rows=None, per_device_eval_batch_size=128)),
-    "medium": dict(model="Qwen/Qwen2.5-0.5B", stream="continual25_medium", dtype="bfloat16", quantisation="none",
+    "medium": dict(model="Qwen/Qwen2.5-0.5B", stream="continual25_medium", dtype="bfloat16", quantisation="none", search=dict(stream="continual25_dev"),
         training=dict(max_train_rows=2000, bf16=True, gradient_checkpointing=False), evaluation=dict(max_eval_rows=200, final_eval_rows=None, per_device_eval_batch_size=32)),
-    "full": dict(model="NousResearch/Llama-2-7b-hf", stream="continual25", dtype="bfloat16", quantisation="nf4",
+    "full": dict(model="NousResearch/Llama-2-7b-hf", stream="continual25", dtype="bfloat16", quantisation="nf4", search=dict(stream="continual25_dev"),
         training=dict(max_train_rows=50_000, bf16=True, gradient_checkpointing=True), evaluation=dict(max_eval_rows=200, final_eval_rows=1000, per_device_eval_batch_size=8)),
 }
 REVISIONS = {  # commits of the scales' backbones on the hub
@@ -87,6 +88,16 @@ class EWCParameters:
     decay: float = EWC_DEFAULTS["decay"] # of the Fisher information of earlier tasks
     n_examples: int = EWC_DEFAULTS["n_examples"] # rows from which it is estimated
 
+@dataclass
+class SearchParameters:
+    "The search before a run, where n_trials says that there is one."
+    stream: str | None = None # whose tasks judge a setting, never those of the run; None: as the scale says
+    n_tasks: int = 8 # its first tasks
+    space: dict | None = None # parameter → {low, high, log, start} or {choices, start}; None: the adapter's, see `search_space`
+    seed: int = 0 # of the sampler
+    prune: bool = True # give up settings that fall behind
+    timeout_s: float | None = None # no new trial after so many seconds of this process
+
 # %% ../nbs/41_config.ipynb #89b1b6c5
 SHORT_STREAM, LONG_POINTS = 25, (10, 25, 50, 60, 100)
 
@@ -122,6 +133,7 @@ class RunConfig:
     n_tasks: int = 0 # the first n tasks that the stream lists (order_seed permutes those); 0: all
     role: str = "" # empty: proposed for himalaya, else baseline
     n_trials: int = 0 # searched settings before the run
+    search: dict = field(default_factory=dict) # see SearchParameters
     tracker: str = "off" # off, offline, online
     wandb_entity: str = ""
     wandb_project: str = ""
@@ -206,7 +218,6 @@ def _check_ranges(cfg, training, evaluation, later=None):
     for name, value in {"seed": cfg.seed, "order_seed": cfg.order_seed}.items():
         if not 0 <= value < 2**31: raise ValueError(f"parameter {name} = {value!r} must lie in [0, 2**31).")
     if training.max_steps == 0 or training.max_steps < -1: raise ValueError(f"parameter training.max_steps = {training.max_steps} must be positive, or -1.")
-    if cfg.n_trials: _refuse(f"parameter n_trials = {cfg.n_trials}: the search {LATER}; available now: 0.", later)
 
 def _check_places(cfg):
     for name in ("stream", "model", "results_dir", "cache_dir"):
@@ -222,7 +233,7 @@ _STORAGE = ("results_dir", "cache_dir", "run_id", "overwrite", "dry_run")
 _IN_NAME = ("adapter", "preset", "stream", "scale", "mode", "seed", "order_seed", "n_tasks")
 
 SILENT = { # parameters that came later than the first records, and the values with which they say nothing
-    "": dict(n_tasks=0, hooks=[], model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False),
+    "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False),
     "evaluation": dict(after_tasks=None, final_eval_rows=None, reuse_answers=True),
     "training": dict(adam_beta1=.9, adam_beta2=.999),
 }
@@ -296,14 +307,16 @@ def resolve(
     for name in CHOICES: _check_choice(name, getattr(cfg, name), later)
     _check_places(cfg)
     if cfg.ewc and not with_ewc: raise ValueError(f"parameter ewc is given, but adapter {cfg.adapter!r} has no EWC; use {cfg.adapter + '+ewc'!r}.")
-    cfg.ewc = asdict(_checked(EWCParameters, cfg.ewc, "ewc.")) if with_ewc else {}
-    cfg.adapter_config = dict(cfg.adapter_config)
+    searched = searched_defaults(cfg.adapter, cfg.preset)
+    cfg.ewc = asdict(_checked(EWCParameters, searched["ewc"] | cfg.ewc, "ewc.")) if with_ewc else {}
+    cfg.adapter_config = searched["adapter_config"] | dict(cfg.adapter_config)
     formed = resolve_adapter_config(cfg.adapter, cfg.preset, cfg.adapter_config, cfg.seed)
     if cfg.preset != "default" and "preset" not in formed: raise ValueError(f"parameter preset = {cfg.preset!r}, but adapter {cfg.adapter!r} has one form only: 'default'.")
     _check_ranges(cfg, _checked(TrainingParameters, cfg.training, "training."), _checked(EvaluationParameters, cfg.evaluation, "evaluation."), later)
     cfg.training, cfg.evaluation = _resolve_training(cfg, cfg.training), _resolve_evaluation(cfg, cfg.evaluation)
     _resolve_tasks(cfg)
     _check_execution(cfg)
+    cfg.search = _resolve_search(cfg)
     cfg.run_id = cfg.run_id or default_run_id(cfg)
     return cfg
 
@@ -324,6 +337,23 @@ def _check_execution(cfg):
 def _stream(name):
     from himalaya_hest.tasks import load_stream
     return load_stream(name)
+
+def _resolve_search(cfg):
+    "The search's parameters; `ValueError` where settings would be chosen on what the run reports."
+    if cfg.n_trials < 0: raise ValueError(f"parameter n_trials = {cfg.n_trials} must be positive, or 0 for no search.")
+    if cfg.mode == "trial": cfg.n_trials = 0
+    if not cfg.n_trials:
+        if cfg.search and cfg.mode != "trial": raise ValueError("parameter search is given, but n_trials is 0: no setting would be searched; give n_trials, or leave search out.")
+        return {}
+    if cfg.protocol == "zero_shot": raise ValueError(f"parameter n_trials = {cfg.n_trials}, but under protocol 'zero_shot' nothing is trained; leave it out.")
+    search = asdict(_checked(SearchParameters, cfg.search, "search."))
+    search["stream"] = search["stream"] or SCALES[cfg.scale]["search"]["stream"]
+    ours, theirs = _stream(cfg.stream), _stream(search["stream"])
+    if ours == theirs or ours.name == theirs.name or (cfg.source == "mini" and theirs.source == "mini" and ours.world == theirs.world):
+        raise ValueError(f"parameter search.stream = {search['stream']!r} is the world of the run itself: settings are never chosen on what is reported; name another stream.")
+    if not 1 <= search["n_tasks"] <= len(theirs.tasks): raise ValueError(f"parameter search.n_tasks = {search['n_tasks']} must lie in 1 to {len(theirs.tasks)}, the tasks of {search['stream']!r}.")
+    if search["timeout_s"] is not None and not search["timeout_s"] > 0: raise ValueError(f"parameter search.timeout_s = {search['timeout_s']} must be a positive number.")
+    return search
 
 # %% ../nbs/41_config.ipynb #d307579a
 def notebook_parameters(

@@ -4,13 +4,17 @@
 
 # %% auto #0
 __all__ = ['LATER_ADAPTERS', 'NO_EWC', 'ADAPTER_DEFAULTS', 'TRAINING_DEFAULTS', 'UNSEARCHED', 'USUAL', 'EWC_DEFAULTS',
-           'SET_BY_RUN', 'adapter_names', 'parse_adapter', 'training_defaults', 'resolve_adapter_config', 'Adapter',
-           'build_adapter', 'adapter_tensors', 'load_adapter_tensors', 'adapter_bytes', 'serving_bytes']
+           'SET_BY_RUN', 'adapter_names', 'parse_adapter', 'searched_defaults', 'start_training', 'training_defaults',
+           'resolve_adapter_config', 'Adapter', 'build_adapter', 'adapter_tensors', 'load_adapter_tensors',
+           'adapter_bytes', 'serving_bytes']
 
 # %% ../nbs/40_registry.ipynb #6cbe5cf1
 import difflib
+import json
 import re
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from importlib.resources import files
 
 import peft
 import torch
@@ -69,14 +73,37 @@ UNSEARCHED = dict(learning_rate=5e-3, weight_decay=0.)
 USUAL = dict(warmup_ratio=.1, adam_beta1=.9, adam_beta2=.999) # transformers' betas
 EWC_DEFAULTS = dict(strength=.3, decay=1., n_examples=256)
 
+def _of_adapter(table, adapter, preset, otherwise):
+    "The entry of an adapter in a preset: `method+ewc`, or else `method`."
+    method, _ = parse_adapter(adapter)
+    named = (f"{method}:{preset}",) if preset != "default" else (adapter.lower(), method)
+    return next((table[n] for n in named if n in table), otherwise)
+
+@lru_cache
+def _searched():
+    return json.loads((files("himalaya_hest")/"data"/"searched.json").read_text(encoding="utf-8"))
+
+def searched_defaults(
+    adapter: str, # name of an adapter, with or without "+ewc"
+    preset: str = "default", # form of the method
+) -> dict[str, dict]: # "training", "ewc", "adapter_config" → what the search found; empty where there was none
+    "The best setting of the search on the development world."
+    found = _of_adapter(_searched(), adapter, preset, {})
+    return {group: dict(found.get(group, {})) for group in ("training", "ewc", "adapter_config")}
+
+def start_training(
+    adapter: str, # name of an adapter, with or without "+ewc"
+    preset: str = "default", # form of the method
+) -> dict: # learning_rate, weight_decay, warmup_ratio, adam_beta1, adam_beta2
+    "Where a search starts; for methods without an entry a rate between LoRA's two."
+    return USUAL | _of_adapter(TRAINING_DEFAULTS, adapter, preset, UNSEARCHED)
+
 def training_defaults(
     adapter: str, # name of an adapter, with or without "+ewc"
     preset: str = "default", # form of the method
 ) -> dict: # learning_rate, weight_decay, warmup_ratio, adam_beta1, adam_beta2
-    "What the development world found for an adapter; methods without a search of their own get a rate between LoRA's two."
-    method, _ = parse_adapter(adapter)
-    named = (f"{method}:{preset}",) if preset != "default" else (adapter.lower(), method)
-    return USUAL | next((TRAINING_DEFAULTS[n] for n in named if n in TRAINING_DEFAULTS), UNSEARCHED)
+    "What was searched, before what was not."
+    return start_training(adapter, preset) | searched_defaults(adapter, preset)["training"]
 
 # %% ../nbs/40_registry.ipynb #07e611de
 def resolve_adapter_config(
