@@ -6,8 +6,8 @@
 __all__ = ['log', 'held_as', 'load_backbone', 'backbone_digest', 'not_loaded', 'stream_of', 'task_order', 'mixed_seed',
            'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'ContinualRun', 'save_run',
            'restore_run', 'claim_folder', 'run_task', 'evaluate_seen', 'train_stream', 'evaluate_backbone',
-           'evaluate_final', 'final_part', 'score_matrix', 'versions', 'code_version', 'device_info', 'world_of',
-           'task_info', 'make_record', 'run_continual']
+           'final_tasks', 'evaluate_final', 'final_part', 'write_predictions', 'score_matrix', 'versions',
+           'code_version', 'device_info', 'world_of', 'task_info', 'make_record', 'run_continual']
 
 # %% ../nbs/46_continual.ipynb #8af530f7
 import contextlib
@@ -203,6 +203,7 @@ class Position:
     kept_bytes: list = field(default_factory=list) # per finished task: all that is kept then
     final: dict = field(default_factory=dict) # task → metrics on the rows of the last evaluation
     answers: dict = field(default_factory=dict) # task → rows of [digest, answer], see `evaluation.generate_answers`
+    rows: dict = field(default_factory=dict) # task → rows of [answer, value] of its last evaluation, see `evaluation.evaluate`
     wall_s: float = 0. # of all processes that worked on this run
     n_checkpoints: int = 0
 
@@ -333,7 +334,9 @@ def evaluate_seen(run: ContinualRun) -> dict: # task → metrics
     all_seen = run.config.protocol == "sequential" and p.task + 1 in run.schedule
     seen = run.order[:p.task + 1] if all_seen else [run.order[p.task]]
     e = run.config.evaluation
-    scores, p.confusion = evaluate(run.adapter, [run.data[n].evaluation for n in seen], run.tokenizer, e["per_device_eval_batch_size"], p.answers if e["reuse_answers"] and not run.config.hooks else None)
+    kept = p.answers if e["reuse_answers"] and not run.config.hooks else None
+    rows = p.rows if not e["final_eval_rows"] and (p.task + 1 == len(run.order) or run.config.protocol == "single") else None
+    scores, p.confusion = evaluate(run.adapter, [run.data[n].evaluation for n in seen], run.tokenizer, e["per_device_eval_batch_size"], kept, rows)
     earlier = p.scores[-1] if p.scores and run.config.protocol != "sequential" else {}
     return earlier | scores
 
@@ -389,24 +392,34 @@ def evaluate_backbone(run: ContinualRun) -> None:
     "Zero-shot: all tasks once, with the adapter disabled."
     p = run.position
     with run.adapter.model.disable_adapter():
-        scores, p.confusion = evaluate(run.adapter, [run.data[n].evaluation for n in run.order], run.tokenizer, run.config.evaluation["per_device_eval_batch_size"])
+        scores, p.confusion = evaluate(run.adapter, [run.data[n].evaluation for n in run.order], run.tokenizer, run.config.evaluation["per_device_eval_batch_size"], rows=p.rows)
     p.scores = [{n: scores[n] for n in run.order[:i + 1]} for i in range(len(run.order))]
     p.task = len(run.order)
 
 # %% ../nbs/46_continual.ipynb #ed0e3844
+def final_tasks(run: ContinualRun) -> list[EvaluationTask]: # in the order trained
+    "The rows on which each task is evaluated last."
+    data, e = [run.data[n] for n in run.order], run.config.evaluation
+    return [evaluation_task(d.task, d.final, e["max_new_tokens"]) if e["final_eval_rows"] else d.evaluation for d in data]
+
 def evaluate_final(run: ContinualRun) -> None:
     "Evaluate all tasks on the rows of the last evaluation, once."
-    e, data = run.config.evaluation, [run.data[n] for n in run.order]
+    e = run.config.evaluation
     if not e["final_eval_rows"] or run.position.final: return
-    tasks = [evaluation_task(d.task, d.final, e["max_new_tokens"]) for d in data]
     with run.adapter.model.disable_adapter() if run.config.protocol == "zero_shot" else contextlib.nullcontext():
-        run.position.final, _ = evaluate(run.adapter, tasks, run.tokenizer, e["per_device_eval_batch_size"])
+        run.position.final, _ = evaluate(run.adapter, final_tasks(run), run.tokenizer, e["per_device_eval_batch_size"], rows=run.position.rows)
     if run.config.protocol != "zero_shot": save_run(run)
 
 def final_part(run: ContinualRun) -> dict: # for the record; empty without such an evaluation
     "Scores of the last evaluation, with its rows."
     if not (scores := run.position.final): return {}
     return dict(final=dict(eval_rows=run.config.evaluation["final_eval_rows"], scores=scores, average_accuracy=float(np.mean([s["score"] for s in scores.values()]))))
+
+# %% ../nbs/46_continual.ipynb #33a8f43c
+def write_predictions(run: ContinualRun) -> None:
+    "Write {task, row, references, answer} of the last evaluation, a JSON object a line."
+    rows = (dict(task=t.name, row=i, references=list(t.references[i]), answer=a) for t in final_tasks(run) for i, (a, _) in enumerate(run.position.rows[t.name]))
+    write_atomic(run.folder/"predictions.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
 
 # %% ../nbs/46_continual.ipynb #928e4078
 def score_matrix(
@@ -481,7 +494,8 @@ def make_record(run: ContinualRun) -> dict:
     summary = continual_summary(matrix) | dict(adapter_mb=adapter_mb, serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0., cpu_latency_overhead=overhead,
         wall_s=round(run.wall_s(), 2), peak_memory_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if platform.system() == "Darwin" else 1e3), 1))
     return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
-                versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run)) | final_part(run) | ({"code_execution": run.sandbox} if run.sandbox else {})
+                versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
+                row_values={n: [v for _, v in p.rows[n]] for n in run.order}) | final_part(run) | ({"code_execution": run.sandbox} if run.sandbox else {})
 
 # %% ../nbs/46_continual.ipynb #5e29327b
 @contextlib.contextmanager
@@ -555,6 +569,7 @@ def _run(config, folder, quiet, hooks):
     evaluate_final(run)
     record = make_record(run)
     if config.protocol == "sequential": run.adapter.model.save_pretrained(folder/"adapter", save_embedding_layers=False)
+    write_predictions(run)
     write_atomic(folder/"record.json", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     shutil.rmtree(folder/"checkpoints", ignore_errors=True)
     log.info("finished in %.1f s: %s", record["summary"]["wall_s"], {k: record["summary"][k] for k in ("retained_accuracy_auc", "average_accuracy", "average_forgetting")})

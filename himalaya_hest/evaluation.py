@@ -20,6 +20,7 @@ from torch import nn
 from .batching import Collator, pad_id, prompt_row, stop_ids
 from .code_execution import run_programs
 from .registry import Adapter
+from .row_values import row_values
 from .text_metrics import confusion_counts, program_of, score
 from .training import MASKS
 
@@ -97,6 +98,11 @@ def answer_keys(
         out += keys
     return out
 
+def _unchanged(keys, known, n):
+    "Per row the kept answer where its digest is the same, else None."
+    if keys is None: return [None] * n
+    return [answer if key == digest else None for key, (digest, answer) in zip(keys, known)] + [None] * (n - len(known))
+
 def generate_answers(
     adapter: Adapter,
     tasks: list[EvaluationTask],
@@ -107,9 +113,7 @@ def generate_answers(
     "Answers to all rows of the tasks."
     adapter.model.eval()
     keys = [answer_keys(adapter, t, tokenizer) if kept is not None else None for t in tasks]
-    known = [dict(enumerate((kept or {}).get(t.name, []))) for t in tasks]
-    unchanged = lambda i, j: keys[i] is not None and j in known[i] and known[i][j][0] == keys[i][j]
-    answers = [[known[i][j][1] if unchanged(i, j) else None for j in range(len(t.prompts))] for i, t in enumerate(tasks)]
+    answers = [_unchanged(k, (kept or {}).get(t.name, []), len(t.prompts)) for t, k in zip(tasks, keys)]
     wanted = {(i, j) for i, row in enumerate(answers) for j, a in enumerate(row) if a is None}
     for batch in evaluation_batches(tasks, batch_size, tokenizer, wanted):
         for (i, j), text in zip(batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks)): answers[i][j] = text.strip()
@@ -128,18 +132,20 @@ def program_outcomes(
     ended = iter(run_programs([(program_of(a), tests) for t, row in run for a, tests in zip(row, t.tests, strict=True)]).outcomes)
     return {t.name: [next(ended).status for _ in row] for t, row in run}
 
-# %% ../nbs/44_evaluation.ipynb #ebf42540
+# %% ../nbs/44_evaluation.ipynb #9dcc908f
 def evaluate(
     adapter: Adapter,
     tasks: list[EvaluationTask],
     tokenizer,
     batch_size: int = 128, # prompts at once
     kept: dict | None = None, # see `generate_answers`
+    rows: dict | None = None, # task → per row [answer, value], brought up to date; None: not wanted
 ) -> tuple[dict, dict]: # task → metrics, with "score" in [0, 1] among them; task → {labels, counts}, for tasks with labels
     "Generate and score tasks, and count which label was taken for which."
     answers = generate_answers(adapter, tasks, tokenizer, batch_size, kept)
     ended = program_outcomes(tasks, answers)
     scored = {t.name: _scored(t.metric, tuple(a), t.references, t.labels, t.languages, tuple(ended[t.name]) if t.name in ended else None) for t, a in zip(tasks, answers)}
+    if rows is not None: rows |= {t.name: [list(x) for x in zip(a, row_values(t.metric, a, t.references, t.labels, t.languages, ended.get(t.name)))] for t, a in zip(tasks, answers)}
     return {n: dict(s) for n, (s, _) in scored.items()}, {n: copy.deepcopy(c) for n, (_, c) in scored.items() if c is not None}
 
 @lru_cache(maxsize=128) # the same answers get the same score, and most answers of a stream are the same again
