@@ -7,10 +7,11 @@ __all__ = ['MAX_TEXT_BYTES', 'KINDS', 'SPLITS', 'GROUPS', 'CHECKS', 'TASK_KEYS',
            'MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'parse_template', 'resolve', 'nearest', 'as_text', 'fill', 'label_text',
            'entity_spans', 'Example', 'Task', 'labels_for_metric', 'format_row', 'deciding_fields', 'target_of',
            'language_of', 'scored_as', 'check_keys', 'make_task', 'metric_names', 'check_split', 'split_rows', 'Stream',
-           'read_yaml', 'stream_names', 'load_stream', 'stream_from']
+           'read_yaml', 'stream_names', 'load_stream', 'stream_from', 'mixed_seed', 'task_order']
 
 # %% ../nbs/06_tasks.ipynb #908879d9
 import difflib
+import hashlib
 import re
 import reprlib
 from dataclasses import asdict, dataclass, field, replace
@@ -517,3 +518,17 @@ def _check_stream(stream, where):
             raise ValueError(f"{where}: task '{t.name}', key 'instruction': differs from the other tasks of shared_instruction "
                              f"'{t.shared_instruction}'; make them equal word for word")
     return stream
+
+# %% ../nbs/06_tasks.ipynb #49bd1f1c
+def mixed_seed(
+    *parts, # anything with a stable str()
+) -> int: # in [0, 2**31)
+    "A seed that depends on all parts and is the same on every machine."
+    return int.from_bytes(hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:4], "big") >> 1
+
+def task_order(
+    names: list[str], # as the stream lists them
+    order_seed: int, # 0: as listed
+) -> list[str]:
+    "The order in which the tasks come."
+    return list(names) if order_seed == 0 else sorted(names, key=lambda n: mixed_seed("order", order_seed, n))
