@@ -322,7 +322,8 @@ class HimalayaHooks(StreamHooks):
         slots_per_task: int = 3,
         key_logit: float = 3., # κ: logit of a task's prompts when its slots start; the threshold lies halfway
         alpha: float = .1, # of the projector: the smaller, the stronger the protection
-        final_temperature: float = .1, # of the gates; they start at 1
+        initial_temperature: float = 1., # of the gates, at the start of a task
+        final_temperature: float = .1, # and at its end
         growth_batches: int = 4, # batches for the gradient, and later for pruning
         context_batches: int = 64, # batches from which keys and projector are computed
         prune_cost: float = .1, # nats: a slot whose removal costs less is given back
@@ -332,7 +333,8 @@ class HimalayaHooks(StreamHooks):
     ):
         self.gpm_energy, self.sampled_loss, self.pack = gpm_energy, sampled_loss or loss, pack
         self.core, self.loss, self.contexts = core, loss, contexts
-        self.slots_per_task, self.key_logit, self.alpha, self.final_temperature = slots_per_task, key_logit, alpha, final_temperature
+        self.slots_per_task, self.key_logit, self.alpha = slots_per_task, key_logit, alpha
+        self.initial_temperature, self.final_temperature = initial_temperature, final_temperature
         self.growth_batches, self.context_batches, self.prune_cost = growth_batches, context_batches, prune_cost
         self.position, self.n_steps, self.held, self.read, self.life = 0, 0, [], None, []
     def on_task_start(self, task): start_task(self, task)
@@ -376,7 +378,7 @@ def begin(hooks: HimalayaHooks, index: int, name: str, batches: list[dict], n_st
     "Grow the slots of task `index` from some of its batches, and set the clock for its steps."
     core = hooks.core
     hooks.position, hooks.n_steps, hooks.held = 0, n_steps, batches[:hooks.growth_batches]
-    core.current.fill_(index); core.temperature.fill_(1.); core.opened.zero_()
+    core.current.fill_(index); core.temperature.fill_(hooks.initial_temperature); core.opened.zero_()
     with _evaluating(core), torch.no_grad():
         e, tau = _features(hooks, batches, len(batches))
         if len(core.router.prototypes) and not add_prototype(core.router, tau.mean(0)):
@@ -441,7 +443,7 @@ def finish_step(hooks: HimalayaHooks, old: dict[str, Tensor]) -> None:
     core = hooks.core
     confine_step(core, old)
     hooks.position += 1
-    core.temperature.fill_(1 + (hooks.final_temperature - 1) * min(1., hooks.position / hooks.n_steps))
+    core.temperature.fill_(hooks.initial_temperature + (hooks.final_temperature - hooks.initial_temperature) * min(1., hooks.position / hooks.n_steps))
     if core.parts.train_slots == "all": return # slots that all tasks share belong to none
     if hooks.position == max(1, round(.1 * hooks.n_steps)): restart_dead(hooks)
     if hooks.position == max(2, round(.6 * hooks.n_steps)): prune(hooks)

@@ -83,7 +83,8 @@ class HimalayaConfig(HimalayaParts):
     logit_threshold: float = 1.5 # a slot's logit must exceed it at inference
     key_logit: float = 3. # logit of a task's prompts when its slots start
     alpha: float = .1 # of the projector: the smaller, the stronger the protection
-    final_temperature: float = .1 # of the gates; they start at 1
+    initial_temperature: float = 1. # of the gates, at the start of a task
+    final_temperature: float = .1 # and at its end
     growth_batches: int = 4 # batches for the growth gradient and for pruning
     context_batches: int = 64 # batches for keys and projector
     prune_cost: float = .1 # nats: a slot whose removal costs less is given back
@@ -109,7 +110,7 @@ def check_config(config: HimalayaConfig) -> None:
     "Give the parts and sizes their values; `ValueError` for unknown presets, parts that exclude each other, numbers out of range."
     for name, value in asdict(parts_of(config.preset, {p: getattr(config, p) for p in PARTS})).items(): setattr(config, name, value)
     if config.n_slots is None: config.n_slots = SIZES[config.preset]["n_slots"]
-    positive = ("n_slots", "n_features", "gamma", "slots_per_sequence", "slots_per_task", "alpha", "final_temperature", "growth_batches", "context_batches", "router_parameters", "segment_steps")
+    positive = ("n_slots", "n_features", "gamma", "slots_per_sequence", "slots_per_task", "alpha", "initial_temperature", "final_temperature", "growth_batches", "context_batches", "router_parameters", "segment_steps")
     if bad := [n for n in positive if not getattr(config, n) > 0]: raise ValueError(f"{bad[0]} must be positive, got {getattr(config, bad[0])}")
     if not 0 < config.mask_fraction <= 1: raise ValueError(f"mask_fraction must lie in (0, 1], got {config.mask_fraction}")
     ranges = dict(tau=(0, 1), gpm_energy=(0, 1), gain_rate=(0, float("inf")), vector_rate=(0, float("inf")), kd_fanout=(1, 1024), kd_leaf=(1, 1024))
@@ -461,7 +462,7 @@ def _stream_hooks(self, adapter_name: str | None = None) -> HimalayaHooks: # one
     if name not in self._hooks:
         c = self.peft_config[name]
         core = self.himalaya_core[name]
-        numbers = {n: getattr(c, n) for n in ("slots_per_task", "key_logit", "alpha", "final_temperature", "growth_batches", "context_batches", "prune_cost", "gpm_energy", "segment_steps", "tau")}
+        numbers = {n: getattr(c, n) for n in ("slots_per_task", "key_logit", "alpha", "initial_temperature", "final_temperature", "growth_batches", "context_batches", "prune_cost", "gpm_energy", "segment_steps", "tau")}
         self._hooks[name] = make_hooks(core, partial(batch_loss, self), partial(batch_contexts, self, name), **numbers, # no closures: a copy of the model gets copies of these
             sampled_loss=partial(sampled_batch_loss, self, c.seed), pack=partial(snap_slots_, core, bits=core.parts.atom_bits))
     return self._hooks[name]

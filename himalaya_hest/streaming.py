@@ -130,7 +130,7 @@ def training_goes_on(hooks: StreamingHooks, task) -> None:
     refit_tree(core)
     core.current.clamp_(min=0)
     if hooks.shared:
-        hooks.position = 0; core.temperature.fill_(1.)
+        hooks.position = 0; core.temperature.fill_(hooks.initial_temperature)
         used = int((core.owner >= 0).sum())
         hooks.life.append(dict(zip(LIFE, (task.index, 0, 0, 0, used, len(core.owner) - used, 0, 0., 0, 0.))))
     watch(hooks)
@@ -185,7 +185,7 @@ def shared_step(hooks: StreamingHooks, old: dict[str, Tensor], fired: bool) -> N
     core, latest = hooks.core, hooks.recent[-hooks.growth_batches:]
     confine_step(core, old)
     hooks.position += 1; hooks.steps += 1
-    core.temperature.fill_(1 + (hooks.final_temperature - 1) * min(1., hooks.position / hooks.segment_steps))
+    core.temperature.fill_(hooks.initial_temperature + (hooks.final_temperature - hooks.initial_temperature) * min(1., hooks.position / hooks.segment_steps))
     if core.parts.gates == "concrete": core.usage += (gates_of(core, biased_logits(hooks, latest[-1:]), False)[0].sum(0) - core.opened).int()
     core.opened.zero_()
     if fired:
