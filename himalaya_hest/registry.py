@@ -21,7 +21,7 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING
 from torch import nn
 
-import himalaya_hest.coltas, himalaya_hest.glodis, himalaya_hest.gpm_lora, himalaya_hest.himalaya, himalaya_hest.lilac, himalaya_hest.lora_bank, himalaya_hest.olora, himalaya_hest.reft  # register themselves with PEFT
+import himalaya_hest.coltas, himalaya_hest.glodis, himalaya_hest.gpm_lora, himalaya_hest.himalaya, himalaya_hest.lilac, himalaya_hest.lora_bank, himalaya_hest.masked_lora, himalaya_hest.olora, himalaya_hest.reft  # register themselves with PEFT
 from .ewc import EWC
 from .hooks import HookList, StreamHooks
 from .peft_bridge import make_room
