@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LATER', 'CHOICES', 'SCALES', 'REVISIONS', 'SHORT_STREAM', 'LONG_POINTS', 'SCHEDULES', 'BOUND_TO_TASKS', 'SILENT',
-           'TrainingParameters', 'EvaluationParameters', 'EWCParameters', 'SearchParameters', 'evaluation_schedule',
-           'RunConfig', 'told_parameters', 'parameters_digest', 'default_run_id', 'resolve', 'notebook_parameters',
-           'save_config', 'load_config']
+           'MIRROR', 'PROJECT', 'TrainingParameters', 'EvaluationParameters', 'EWCParameters', 'SearchParameters',
+           'evaluation_schedule', 'RunConfig', 'told_parameters', 'parameters_digest', 'default_run_id', 'resolve',
+           'notebook_parameters', 'save_config', 'load_config']
 
 # %% ../nbs/41_config.ipynb #5cf0edee
 import difflib
@@ -29,7 +29,7 @@ CHOICES = {
     "mode": {"full": "", "trial": ""},
     "source": {"mini": "", "local": "", "hub": ""},
     "protocol": {"sequential": "", "single": "", "zero_shot": "", "joint": "", "replay": ""},
-    "tracker": {"off": "", "offline": LATER, "online": LATER},
+    "tracker": {"off": "", "offline": "", "online": ""},
     "role": {"proposed": "", "baseline": "", "ablation": ""},
 }
 SCALES = {  # what a scale gives to parameters that were left open
@@ -135,9 +135,9 @@ class RunConfig:
     role: str = "" # empty: proposed for himalaya, else baseline
     n_trials: int = 0 # searched settings before the run
     search: dict = field(default_factory=dict) # see SearchParameters
-    tracker: str = "off" # off, offline, online
-    wandb_entity: str = ""
-    wandb_project: str = ""
+    tracker: str = "off" # off, offline, online: whether the run is mirrored to W&B
+    wandb_entity: str = "" # user or team; empty: the key's own
+    wandb_project: str = "" # empty: himalaya-hest, where there is a tracker
     allow_code_execution: bool = False # score the programs of tasks with `tests` by running them; read `code_execution` first
     adapter_config: dict = field(default_factory=dict) # fields of the method's config class
     ewc: dict = field(default_factory=dict) # see EWCParameters
@@ -252,12 +252,15 @@ SILENT = { # parameters that came later than the first records, and the values w
     "training": dict(adam_beta1=.9, adam_beta2=.999),
 }
 
+MIRROR = dict(tracker="off", wandb_entity="", wandb_project="") # parameters that say where a run is shown, as all runs are compared
+PROJECT = "himalaya-hest" # of W&B, where none is named
+
 def told_parameters(
     parameters: dict, # of a resolved run
 ) -> dict: # without those of SILENT
     "What two runs are compared by."
     heard = lambda values, group: {k: v for k, v in values.items() if k not in SILENT[group] or v != SILENT[group][k]}
-    out = heard(parameters, "") | ({"replay_share": parameters["replay_share"]} if parameters.get("protocol") == "replay" else {})
+    out = heard(parameters | {k: v for k, v in MIRROR.items() if k in parameters}, "") | ({"replay_share": parameters["replay_share"]} if parameters.get("protocol") == "replay" else {})
     return out | {g: heard(out[g], g) for g in ("evaluation", "training") if isinstance(out.get(g), dict)}
 
 def parameters_digest(
@@ -332,6 +335,7 @@ def resolve(
     _resolve_tasks(cfg)
     _check_execution(cfg)
     cfg.search = _resolve_search(cfg)
+    _resolve_tracker(cfg)
     cfg.run_id = cfg.run_id or default_run_id(cfg)
     return cfg
 
@@ -341,6 +345,13 @@ def _scaled(cfg):
     for name in ("model", "stream", "dtype", "quantisation"): setattr(cfg, name, getattr(cfg, name) or SCALES[cfg.scale][name])
     cfg.model_revision = cfg.model_revision or REVISIONS.get(cfg.model, "")
     return cfg
+
+def _resolve_tracker(cfg):
+    "A trial has no tracker; a tracker has a project."
+    if cfg.mode == "trial": cfg.tracker = "off"
+    if cfg.tracker != "off": cfg.wandb_project = cfg.wandb_project or PROJECT
+    for name in ("wandb_entity", "wandb_project"):
+        if len(value := getattr(cfg, name)) > 128 or set(value) & set("/\\#?%: "): raise ValueError(f"parameter {name} = {value!r} must be a plain name of at most 128 characters, without spaces and /\\#?%:")
 
 def _check_execution(cfg):
     "Refuse to run programs where none are, or where they cannot be run."
