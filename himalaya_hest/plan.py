@@ -7,8 +7,8 @@ __all__ = ['SHAPES', 'CHARACTERS_A_TOKEN', 'CARDS', 'TRAINING_SHARE', 'READING_S
            'model_config', 'Shape', 'meta_model', 'shape_of', 'element_bytes', 'weight_bytes', 'AdapterSize',
            'adapter_size', 'TaskLoad', 'longest', 'mean', 'typical_lengths', 'sampled_lengths', 'task_loads', 'Device',
            'devices', 'cpu_device', 'kept_activations', 'step_flops', 'dequantised_bytes', 'Backbone', 'step_seconds',
-           'batch_seconds', 'evaluations', 'evaluation_seconds', 'memory_parts', 'Plan', 'lenient', 'steps_of',
-           'seconds', 'make_plan', 'plan_numbers', 'plan_text', 'read_arguments', 'main']
+           'batch_seconds', 'evaluations', 'evaluation_seconds', 'memory_parts', 'Plan', 'lenient', 'trained_loads',
+           'replay_bytes', 'steps_of', 'seconds', 'make_plan', 'plan_numbers', 'plan_text', 'read_arguments', 'main']
 
 # %% ../nbs/41a_plan.ipynb #1181b82d
 import json
@@ -18,6 +18,7 @@ import warnings
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from .batching import encode_all, with_chat_template
 from .config import RunConfig, evaluation_schedule, resolve
 from .hub import get_source
 from .lora_bank import bank_bytes
+from .mixed_rows import n_kept, row_bytes
 from .packing import fill_of, packed_bytes
 from .registry import LATER_ADAPTERS, adapter_bytes, build_adapter
 from .sources import spread
@@ -340,7 +342,7 @@ def evaluations(
     "Which tasks are evaluated together, one entry an evaluation."
     T, p = len(loads), config.protocol
     schedule = evaluation_schedule(T, config.evaluation["after_tasks"])
-    if p == "zero_shot": out = [[(t, t.eval_rows) for t in loads]]
+    if p in ("zero_shot", "joint"): out = [[(t, t.eval_rows) for t in loads]]
     elif p == "single": out = [[(t, t.eval_rows)] for t in loads]
     else: out = [[(t, t.eval_rows) for t in (loads[:i] if i in schedule and not fresh else loads[i - 1:i])] for i in range(1, T + 1)]
     final = [(t, t.final_rows) for t in loads if t.final_rows]
@@ -414,7 +416,17 @@ def lenient(
     return resolve(given, later=later), later
 
 # %% ../nbs/41a_plan.ipynb #30514761
-def steps_of(config: RunConfig, load: TaskLoad) -> int:
+def trained_loads(config: RunConfig, loads: list[TaskLoad]) -> list[TaskLoad]: # as trained one after another
+    "The rows that each task is trained on: under replay with those kept of the tasks before it."
+    if config.protocol != "replay": return loads
+    kept = accumulate((n_kept(t.rows, config.replay_share) for t in loads), initial=0)
+    return [replace(t, rows=t.rows + n) for t, n in zip(loads, kept)]
+
+def replay_bytes(config: RunConfig, loads: list[TaskLoad]) -> int:
+    "Bytes of all rows that are kept at the end."
+    return round(sum(n_kept(t.rows, config.replay_share) * row_bytes(round(mean(t.lengths))) for t in loads)) if config.protocol == "replay" else 0
+
+def steps_of(config: RunConfig, load: TaskLoad) -> int: # under joint a task's share of all steps, which are as many as in sequence
     "Optimiser steps of a task."
     t = config.training
     if config.protocol == "zero_shot": return 0
@@ -428,7 +440,7 @@ def seconds(
     max_length: int | None = None, # take every row for so long and every answer for as long as its cap; None: expected lengths
 ) -> dict[str, float]: # training, evaluation, rest
     "Time of a run by its parts."
-    training = sum(steps_of(of.config, t) * step_seconds(of, t, device, max_length) for t in loads)
+    training = sum(steps_of(of.config, t) * step_seconds(of, t, device, max_length) for t in trained_loads(of.config, loads))
     of_tasks = 0. if of.config.protocol == "zero_shot" else sum(device.task_s + device.task_steps * step_seconds(of, t, device, max_length) for t in loads)
     evaluated = evaluations(of.config, loads, fresh=of.adapter.keeps_answers and max_length is None)
     return dict(training=training, evaluation=evaluation_seconds(of, evaluated, device, max_length is not None), rest=of_tasks + device.start_s)
@@ -448,18 +460,18 @@ def make_plan(
     of = Backbone(shape, adapter_size(config, model_cfg, len(loads)), config, on[0].cpu)
     hours = {d.name: tuple(sum(seconds(of, loads, d, n).values()) / 3600 for n in (None, max_length)) for d in on}
     generations = sum(r for e in evaluations(config, loads) for _, r in e)
-    return Plan(config, of, loads, sum(steps_of(config, t) for t in loads), generations, _tokens(config, loads), _flops(of, loads), memory_parts(of, loads, max_length), hours, _downloads(config, shape, loads), refused, _notes(config, loads, of))
+    return Plan(config, of, loads, sum(steps_of(config, t) for t in trained_loads(config, loads)), generations, _tokens(config, loads), _flops(of, loads), memory_parts(of, loads, max_length), hours, _downloads(config, shape, loads), refused, _notes(config, loads, of))
 
 def _tokens(config, loads):
     t = config.training
-    trained = sum(steps_of(config, x) * t["per_device_train_batch_size"] * t["gradient_accumulation_steps"] * mean(x.lengths) for x in loads)
+    trained = sum(steps_of(config, x) * t["per_device_train_batch_size"] * t["gradient_accumulation_steps"] * mean(x.lengths) for x in trained_loads(config, loads))
     read = sum(r * (mean(x.lengths) - mean(x.targets)) for e in evaluations(config, loads) for x, r in e)
     return dict(training=trained, prompts=read, answers=sum(r * min(x.cap, mean(x.targets)) for e in evaluations(config, loads) for x, r in e))
 
 def _flops(of, loads):
     t, tokens = of.config.training, _tokens(of.config, loads)
     b, c = t["per_device_train_batch_size"], bool(t["gradient_checkpointing"])
-    trained = sum(steps_of(of.config, x) * t["gradient_accumulation_steps"] * step_flops(of.shape, b, longest(x.lengths, b), b * mean(x.targets), c) for x in loads)
+    trained = sum(steps_of(of.config, x) * t["gradient_accumulation_steps"] * step_flops(of.shape, b, longest(x.lengths, b), b * mean(x.targets), c) for x in trained_loads(of.config, loads))
     return dict(training=trained, evaluation=2 * (tokens["prompts"] + tokens["answers"]) * of.shape.matrices + 2 * tokens["answers"] * of.shape.head)
 
 # %% ../nbs/41a_plan.ipynb #f359496b
@@ -474,10 +486,11 @@ def _notes(config, loads, of):
     out = [f"rows are upper bounds (the caps) for {', '.join(unknown)}"] if unknown else []
     if config.source == "hub" or model_folder(config.model) is None: out.append(f"lengths are typical ones of such data at {CHARACTERS_A_TOKEN} characters a token")
     if _reuses(config, of): out.append("an answer is kept where nothing that acts on its prompt has changed: the hours expect new ones only for the task just learned, at most all")
+    if kept := replay_bytes(config, loads): out.append(f"rows kept for replay take about {kept / 1e6:.3f} MB beside the adapter at the end; steps are counted in the order of the stream's file")
     if config.quantisation == "nf4" and find_spec("bitsandbytes") is None: out.append("bitsandbytes is not installed here")
     return out
 
-def _reuses(config, of): return of.adapter.keeps_answers and config.protocol == "sequential"
+def _reuses(config, of): return of.adapter.keeps_answers and config.protocol in ("sequential", "replay")
 
 def _many(x): return f"{x / 1e6:,.1f} M" if x >= 1e6 else f"{x:,.0f}"
 

@@ -290,7 +290,7 @@ TASK_KEYS = dict(name="text", kind="text", languages="texts", instruction="text"
     labels="texts", no_answer="text", language="text", language_prefixes="map", tokens="text", repo="text", config="text or texts",
     revision="text", splits="map", max_train_rows="count", max_eval_rows="count", max_new_tokens="count", label_noise="share",
     group="text", shared_instruction="text", tests="text", train_rows="count")
-STREAM_KEYS = dict(name="text", source="text", world="text", tasks="list", extends="text", first="count", only="texts")
+STREAM_KEYS = dict(name="text", source="text", world="text", tasks="list", extends="text", first="count", only="texts", splits="map", max_train_rows="count")
 REQUIRED = ("name", "kind", "languages", "instruction", "prompt", "target", "metric")
 
 # %% ../nbs/06_tasks.ipynb #155555a6
@@ -471,7 +471,7 @@ def stream_from(
     given = check_keys(data, STREAM_KEYS, ("name",), where)
     if ("extends" in given) == ("tasks" in given): raise ValueError(f"{where}: give either `tasks`, or `extends` with the name of another stream")
     if "extends" in given: return _extended(given, where, within)
-    if alone := [k for k in ("first", "only") if k in given]: raise ValueError(f"{where}, key '{alone[0]}': only together with `extends`; a file with tasks of its own lists just those")
+    if alone := [k for k in ("first", "only", "splits", "max_train_rows") if k in given]: raise ValueError(f"{where}, key '{alone[0]}': only together with `extends`; a file with tasks of its own lists just those")
     stream = Stream(given["name"], given.get("source", "local"), given.get("world"), _tasks(given["tasks"], where))
     return _check_stream(stream, where)
 
@@ -495,7 +495,7 @@ def _extended(given, where, within):
     base = given["extends"]
     if base.endswith((".yaml", ".yml")): base = Path(where).expanduser().parent / base # beside the file that names it
     base = _load(str(base), within)
-    tasks = _chosen(given, base, where)
+    tasks = tuple(_cut(t, given, where) for t in _chosen(given, base, where))
     return _check_stream(Stream(given["name"], given.get("source", base.source), given.get("world", base.world), tasks), where)
 
 def _chosen(given, base, where):
@@ -507,6 +507,15 @@ def _chosen(given, base, where):
     if unknown := [n for n in names if n not in by_name]: raise ValueError(f"{where}, key 'only': '{base.name}' has no task '{unknown[0]}'{nearest(unknown[0], by_name)}")
     if twice := [n for i, n in enumerate(names) if n in names[:i]][:1] if len(set(names)) < len(names) else []: raise ValueError(f"{where}, key 'only': '{twice[0]}' stands there twice; keep one")
     return tuple(by_name[n] for n in names)
+
+def _cut(task, given, where):
+    "The task with the stream's own splits and cap; the published rows of its training split become those of the slice."
+    if splits := given.get("splits"):
+        published = None if task.train_rows is None else len(split_rows(splits.get("train", "train"), task.train_rows)[1]) or None
+        task = replace(task, splits=dict(splits), train_rows=published)
+        _fits_together(task, f"{where}: task '{task.name}'")
+    if most := given.get("max_train_rows"): task = replace(task, max_train_rows=min(most, task.max_train_rows or most))
+    return task
 
 def _check_stream(stream, where):
     for key, value, known in (("source", stream.source, SOURCES), ("world", stream.world, WORLDS)):
