@@ -199,9 +199,9 @@ def adapter_flops(core, tokens, slots):
 
 def large_flops(tokens=(1, 128, 1024), slots=3):
     "At the shapes of Llama-2-7B: the backbone counted on meta tensors, its adapted sites too, the router by the formula that the mini model confirms."
-    from himalaya_hest.curves import attached_large
+    from himalaya_hest.large import large_adapter
     from himalaya_hest.himalaya import _ROUTED
-    tuner = attached_large(dict(config=dict(adapter="himalaya", preset="default", seed=0)))
+    tuner = large_adapter(dict(config=dict(adapter="himalaya", preset="default", seed=0))).tuner
     core, out = tuner.core().eval(), {}
     for h in tuner._handles: h.remove() # the router reads values, which meta tensors have not
     for n in tokens:
