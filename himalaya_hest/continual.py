@@ -44,6 +44,7 @@ from .mixed_rows import KeptRows, MixedRows, kept_bytes
 from .peft_bridge import prepare_quantised
 from .plan import make_plan, plan_numbers, plan_text
 from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, serving_bytes
+from .search import GivenUp, search, with_setting
 from .sources import DataWarning, cut_counts, materialise, tokenizer_digest, world_digest
 from .tasks import Stream, Task, load_stream, mixed_seed, scored_as, task_order
 from .training import TaskState, steps_of_task, train_task
@@ -209,8 +210,8 @@ def sandbox_found(config: RunConfig) -> dict | None: # see `code_execution.Execu
 # %% ../nbs/46_continual.ipynb #6070c937
 class ContinualRun:
     "One run: its config, data, adapter and position."
-    def __init__(self, config: RunConfig, quiet: bool = False, hooks: tuple = ()):
-        self.config, self.quiet = config, quiet
+    def __init__(self, config: RunConfig, quiet: bool = False, hooks: tuple = (), on_task: Callable | None = None):
+        self.config, self.quiet, self.on_task = config, quiet, on_task or (lambda n, retained: None)
         self.folder = Path(config.results_dir)/config.run_id
         self.position, self.started = Position(), time.monotonic()
         self.stream = stream_of(config)
@@ -372,6 +373,7 @@ def _finish_task(run, life):
     save_run(run)
     shown = f"{name}: {scores[name]['score']:.3f}" + ("" if retained is None else f", retained {retained:.3f}")
     log.info("%d/%d just learned %s", p.task, len(run.order), shown)
+    if retained is not None: run.on_task(p.task, retained)
     return f"{p.task}/{len(run.order)} {shown}"
 
 def sizes_of(run: ContinualRun, n_tasks: int) -> dict: # part → bytes
@@ -391,12 +393,15 @@ def _finish_joint(run):
     p.kept_bytes, p.trained = [sum(adapter_bytes(run.adapter).values())] * len(run.order), False
     save_run(run)
     log.info("all tasks at once: %.3f", retained)
+    run.on_task(len(run.order), retained)
     return f"{retained:.3f}"
 
 # %% ../nbs/46_continual.ipynb #82bdcbf3
 def train_stream(run: ContinualRun) -> None:
     "All tasks from the run's position on."
     state = restore_run(run)
+    for h in run.position.history:
+        if h.get("val_retained_accuracy") is not None: run.on_task(run.order.index(h["task"]) + 1 if h["task"] in run.order else len(run.order), h["val_retained_accuracy"])
     steps = [lesson_steps(run, i) for i in range(len(run.lessons))]
     total = sum(steps)
     bar = run.progress(range(total), initial=run.position.global_step, desc=run.config.adapter, unit="step")
@@ -543,6 +548,8 @@ def _logged(folder):
     try: yield
     except KeyboardInterrupt:
         log.info("interrupted; the same command goes on"); raise
+    except GivenUp as e:
+        log.info("given up: %s", e); raise
     except BaseException:
         log.exception("the run stopped"); raise
     finally:
@@ -562,6 +569,7 @@ def run_continual(
     config: RunConfig | dict, # parameters by name; see `RunConfig`
     quiet: bool = False, # without progress bars
     hooks: tuple = (), # StreamHooks of one's own, fresh instances
+    on_task: Callable[[int, float], None] | None = None, # told of the number of tasks learned and their mean score; may raise
 ) -> dict: # the record, as in record.json; with dry_run the plan alone
     "Run one adapter over one stream, or take up or show what is there; writes `{results_dir}/{run_id}/`. With `dry_run` nothing runs and nothing is written."
     given = config if isinstance(config, dict) else asdict(config)
@@ -569,7 +577,7 @@ def run_continual(
         plan = make_plan(given | dict(hooks=_hook_names(given, hooks)))
         print(plan_text(plan))
         return dict(plan=plan_numbers(plan))
-    config = resolve(given | dict(hooks=_hook_names(given, hooks)))
+    config, found = _searched(resolve(given | dict(hooks=_hook_names(given, hooks))), quiet)
     finished = Path(config.results_dir)/config.run_id/"record.json"
     if finished.exists() and not config.overwrite:
         claim_folder(config)
@@ -578,7 +586,14 @@ def run_continual(
         print(f"{finished} is there already and is shown; overwrite=True runs it again.")
         return record
     folder = claim_folder(config)
-    with _logged(folder): return _run(config, folder, quiet, hooks)
+    with _logged(folder): return _run(config, folder, found, quiet, hooks, on_task)
+
+def _searched(config, quiet):
+    "The config with the best setting of its search in place, and the search's record, where it asks for one."
+    if not config.n_trials: return config, None
+    if config.hooks: raise ValueError(f"parameter n_trials = {config.n_trials}, but hooks of one's own cannot be made afresh for each trial; search without them, or give their settings yourself")
+    found = search(config, lambda parameters, on_task: run_continual(parameters, quiet=True, on_task=on_task), quiet=quiet)
+    return resolve(with_setting(config, found["best"]["setting"])), found
 
 def _same_input(record, config):
     "Refuse to show a finished run whose stream file or data have changed since."
@@ -588,16 +603,16 @@ def _same_input(record, config):
         raise ValueError(f"run {config.run_id} is finished, but its stream file or its data have changed since: give another run_id, or overwrite=True to run it again")
 
 # %% ../nbs/46_continual.ipynb #d63fa93b
-def _run(config, folder, quiet, hooks):
+def _run(config, folder, found, quiet, hooks, on_task):
     from accelerate import Accelerator
     log.info("run %s: adapter %s, preset %s, protocol %s", config.run_id, config.adapter, config.preset, config.protocol)
-    run = ContinualRun(config, quiet, hooks)
+    run = ContinualRun(config, quiet, hooks, on_task)
     run.accelerator = Accelerator(cpu=not torch.cuda.is_available())
     run.adapter.model.to(run.accelerator.device)
     if config.protocol == "zero_shot": evaluate_backbone(run)
     else: train_stream(run)
     evaluate_final(run)
-    record = make_record(run)
+    record = make_record(run) | ({"search": found} if found else {})
     if config.protocol not in ("single", "zero_shot"): run.adapter.model.save_pretrained(folder/"adapter", save_embedding_layers=False)
     write_predictions(run)
     write_atomic(folder/"record.json", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
