@@ -189,6 +189,7 @@ def prompt_of(
     elif prompt is None:
         prompt = attended
         if call is None or call.input_ids is None: _warn_once("neither prompt_mask nor labels were given: HIMALAYA reads all tokens as the prompt")
+    if instruction is not None: instruction = torch.where(instruction.any(1, keepdim=True), instruction, prompt) # a row without an instruction: its whole prompt
     return prompt, instruction
 
 # %% ../nbs/14_himalaya.ipynb #29b288b2
