@@ -1,18 +1,18 @@
 """Run every combination of a grid file, several at once, and keep one small record of each.
 
-    python bench/grid.py bench/grids/compare_main10.yaml --workers 2 --threads 1
-    python bench/grid.py bench/grids/compare_main10.yaml --dry-run        # lists the runs, and about how long they take
+    python bench/grid.py bench/grids/main.yaml
+    python bench/grid.py bench/grids/main.yaml --pairs 3        # the first three (seed, order) pairs only
+    python bench/grid.py bench/grids/main.yaml --dry-run        # lists the runs, and about how long they take
 
-A grid file is YAML: `name`, `base` (parameters of `run_continual`), and `axes` (a list of dictionaries parameter → list of
-values; each dictionary is a product, the dictionaries are joined). A nested parameter is written with a dot (training.learning_rate).
-Runs go to {results_dir}/{run_id}/ as always: finished ones are shown, killed ones go on. Each record is written to
-nbs/records/{name}/{run_id}.json without histories and per-row details, with the command beside it.
+A grid file is YAML: `name`, `base` (parameters of `run_continual`), `axes` (a list of dictionaries parameter → list of values; each dictionary is a product, the
+dictionaries are joined), and `pairs`: how often each run is repeated, with seed and order_seed 0, 1, ... (an entry of `axes` may name its own `pairs`). A nested parameter is
+written with a dot (training.learning_rate). All runs of a pair come before those of the next one. Runs go to {results_dir}/{run_id}/ as always: finished ones are shown, killed ones go
+on. Each record is written to nbs/records/{name}/{run_id}.json as soon as its run has ended, without histories, with the command beside it.
 """
 import argparse
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -21,29 +21,40 @@ from pathlib import Path
 
 import yaml
 
-KEPT = ("run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device", "code_version", "bytes", "kept_bytes", "dictionary")
-ONE = "import json, sys\nfrom himalaya_hest.continual import run_continual\nrun_continual(json.loads(sys.argv[1]), quiet=True)"
+KEPT = ("run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device", "code_version", "bytes", "kept_bytes", "dictionary", "row_values", "tracker")
+OF_TASK = ("name", "kind", "metric", "group", "shared_instruction", "chance", "steps")
+ONE = """import json, resource, sys
+from himalaya_hest.continual import run_continual
+run_continual(json.loads(sys.argv[1]), quiet=True)
+used = resource.getrusage(resource.RUSAGE_SELF)
+print("process_s", used.ru_utime + used.ru_stime)"""
 
 
-def combinations(grid):
-    "Parameters of every run of a grid."
-    for axes in grid["axes"]:
+def combinations(grid, pairs=None):
+    "Parameters of every run of a grid, pair by pair; at most `pairs` pairs."
+    runs = []
+    for place, axes in enumerate(grid["axes"]):
+        axes = dict(axes)
+        repeated = axes.pop("pairs", grid.get("pairs"))
         for values in itertools.product(*axes.values()):
             run = json.loads(json.dumps(grid.get("base", {})))
             for name, value in zip(axes, values):
                 outer, dot, inner = name.partition(".")
                 if dot: run.setdefault(outer, {})[inner] = value
                 else: run[name] = value
-            yield run
+            for i in range(repeated or 1):
+                if pairs is None or max(i, run.get("seed", 0)) < pairs: runs.append((i, run | (dict(seed=i, order_seed=i) if repeated else {})))
+    return [run for _, run in sorted(runs, key=lambda r: r[0])]
 
 
 def execute(parameters, threads):
-    "Run one combination in a process of its own; returns the record or the end of what it printed."
+    "Run one combination in a process of its own; returns whether it ended well."
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     start = time.time()
     done = subprocess.run([sys.executable, "-c", ONE, json.dumps(parameters)], env=env, capture_output=True, text=True)
     label = {k: v for k, v in parameters.items() if k != "results_dir"}
-    print(f"{'ok    ' if done.returncode == 0 else 'FAILED'} {time.time() - start:6.0f} s {label}", flush=True)
+    process_s = float(done.stdout.split()[-1]) if done.returncode == 0 else float("nan")
+    print(f"{'ok    ' if done.returncode == 0 else 'FAILED'} {time.time() - start:6.0f} s ({process_s:.0f} s of a processor) {label}", flush=True)
     if done.returncode: print(done.stderr[-2000:], flush=True)
     return done.returncode == 0
 
@@ -53,44 +64,37 @@ def compact(record, command):
     out = {"command": command} | {k: record[k] for k in KEPT if k in record}
     out["matrix"] = [[None if x is None else round(x, 4) for x in row] for row in record["matrix"]]
     out["config"] = {k: v for k, v in out["config"].items() if k not in ("results_dir", "cache_dir", "overwrite")}
+    out["task_info"] = [{k: task.get(k) for k in OF_TASK} for task in record["task_info"]]
+    if "search" in record: out["search"] = {k: record["search"][k] for k in ("name", "n_trials", "best")}
     return out
 
 
-def seconds_a_task(records="nbs/records"):
-    "Median wall time a task by (adapter, protocol), of the committed records."
-    found = {}
-    for p in Path(records).glob("*/*.json"):
-        r = json.loads(p.read_text(encoding="utf-8"))
-        if "summary" in r: found.setdefault((r["config"]["adapter"], r["config"]["protocol"]), []).append(r["summary"]["wall_s"] / len(r["tasks"]))
-    return {k: statistics.median(v) for k, v in found.items()}
-
-
-def estimate(config, known):
-    "Seconds of a run: those of its adapter a task, or of the slowest known one, and .06 s for each evaluation of a task beyond what 25 tasks get."
-    from himalaya_hest.config import evaluation_schedule
-    from himalaya_hest.tasks import load_stream
-    n = config.n_tasks or len(load_stream(config.stream).tasks)
-    pace = known.get((config.adapter, config.protocol)) or max((s for (_, protocol), s in known.items() if protocol == config.protocol), default=4.)
-    evaluations = sum(evaluation_schedule(n, config.evaluation["after_tasks"])) - 13 * n
-    return pace * n + .06 * max(0, evaluations)
+def write_record(source, out, command):
+    "One compact record, with a line for each of its larger parts."
+    record = json.loads(source.read_text(encoding="utf-8"))
+    text = json.dumps(compact(record, command), ensure_ascii=False, separators=(",", ":"))
+    out.mkdir(parents=True, exist_ok=True)
+    (out/f"{record['run_id']}.json").write_text(text.replace('],[', '],\n[').replace(',"', ',\n"') + "\n", encoding="utf-8")
 
 
 def dry_run(runs, workers):
     "Print what would run; every run is checked as if it did."
     from himalaya_hest.config import resolve
-    known, total = seconds_a_task(), 0.
+    from himalaya_hest.plan import make_plan, plan_numbers
+    total = [0., 0.]
     for r in runs:
         c = resolve(r)
         there = (Path(c.results_dir)/c.run_id/"record.json").exists()
-        s = 0. if there else estimate(c, known)
-        total += s
-        print("there already" if there else f"about {s:6.0f} s", c.run_id, {k: v for k, v in r.items() if k != "results_dir"})
-    print(f"{len(runs)} runs, about {total / 60:.0f} minutes of one thread each, {total / 60 / workers:.0f} minutes with {workers} workers")
+        hours = [0., 0.] if there else plan_numbers(make_plan(r))["hours"]["one CPU thread"]
+        total = [a + b for a, b in zip(total, hours)]
+        print("there already     " if there else f"{60 * hours[0]:5.1f} to {60 * hours[1]:5.1f} min", c.run_id, {k: v for k, v in r.items() if k != "results_dir"})
+    print(f"{len(runs)} runs, {60 * total[0] / workers:.0f} to {60 * total[1] / workers:.0f} minutes with {workers} workers")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grid", type=Path)
+    parser.add_argument("--pairs", type=int, help="only the first (seed, order) pairs")
     parser.add_argument("--workers", type=int, default=2, help="runs at once")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run")
     parser.add_argument("--results-dir", default="runs/grid")
@@ -98,19 +102,19 @@ def main():
     parser.add_argument("--dry-run", action="store_true", help="list the runs and about how long they take")
     args = parser.parse_args()
     grid = yaml.safe_load(args.grid.read_text(encoding="utf-8"))
-    runs = [r | dict(results_dir=args.results_dir) for r in combinations(grid)]
+    runs = [r | dict(results_dir=args.results_dir) for r in combinations(grid, args.pairs)]
     if args.dry_run: return dry_run(runs, args.workers)
     from himalaya_hest.config import resolve
     ids = [resolve(r).run_id for r in runs]
-    with ThreadPoolExecutor(args.workers) as pool: ok = list(pool.map(lambda r: execute(r, args.threads), runs))
-    out = args.out or Path("nbs/records")/grid["name"]
-    out.mkdir(parents=True, exist_ok=True)
-    command = f"python bench/grid.py {args.grid} --workers {args.workers} --threads {args.threads}"
-    for i in (i for i, good in zip(ids, ok) if good):
-        record = json.loads((Path(args.results_dir)/i/"record.json").read_text(encoding="utf-8"))
-        text = json.dumps(compact(record, command), ensure_ascii=False, separators=(",", ":"))
-        (out/f"{i}.json").write_text(text.replace('],[', '],\n[').replace(',"', ',\n"') + "\n", encoding="utf-8")
-    print(f"{sum(ok)} of {len(runs)} records in {out}")
+    if twice := sorted({i for i in ids if ids.count(i) > 1}): sys.exit(f"{args.grid}: these runs are asked for twice: {', '.join(twice)}")
+    out, command = args.out or Path("nbs/records")/grid["name"], f"python bench/grid.py {args.grid}"
+    def done(run_id, parameters):
+        if not execute(parameters, args.threads): return False
+        write_record(Path(args.results_dir)/run_id/"record.json", out, command)
+        return True
+    start = time.time()
+    with ThreadPoolExecutor(args.workers) as pool: ok = list(pool.map(done, ids, runs))
+    print(f"{sum(ok)} of {len(runs)} records in {out}, {(time.time() - start) / 60:.1f} minutes with {args.workers} workers")
     sys.exit(0 if all(ok) else 1)
 
 
