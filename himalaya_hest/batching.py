@@ -84,12 +84,13 @@ def encode_all(
             for e, p, t in zip(examples, prompts, targets)]
 
 def _row(start, instruction, newline, prompt, target, end, max_length, max_new_tokens):
-    fixed = len(start) + len(instruction) + 2 * len(newline) + max_new_tokens
+    between = newline if instruction else []
+    fixed = len(start) + len(instruction) + len(between) + len(newline) + max_new_tokens
     if fixed >= max_length:
         raise ValueError(f"no room for a prompt: the instruction takes {len(instruction)} tokens, a target up to {max_new_tokens}, start and "
-                         f"line ends {len(start) + 2 * len(newline)}; max_length is {max_length}: raise it to more than {fixed}, or lower max_new_tokens")
+                         f"line ends {len(start) + len(between) + len(newline)}; max_length is {max_length}: raise it to more than {fixed}, or lower max_new_tokens")
     kept, answer = cut_middle(prompt, max_length - fixed), target[:max_new_tokens - 1] + [end]
-    head = start + instruction + newline + kept + newline
+    head = start + instruction + between + kept + newline
     n, a, i, s = len(head), len(answer), len(instruction), len(start)
     return dict(input_ids=head + answer, labels=[-100] * n + answer, prompt_mask=[True] * n + [False] * a,
                 instruction_mask=[False] * s + [True] * i + [False] * (n + a - s - i),
@@ -177,7 +178,7 @@ def chat_rows(
 ) -> list[dict]: # rows of lists, see `encode`
     "Encode examples through the tokenizer's chat template."
     c = tokenizer.chat
-    asked = [e.instruction + "\n" + e.prompt if e.prompt else e.instruction for e in examples] # templates often strip what they are given
+    asked = ["\n".join(p for p in (e.instruction, e.prompt) if p) for e in examples] # templates often strip what they are given
     questions = stretches([c.left + q + c.right for q in asked], tokenizer, c.behind if c.head else "")
     answers = _answers(c, [e.target for e in examples], tokenizer)
     return [_chat_row(c, e, q, a, max_length, max_new_tokens) for e, q, a in zip(examples, questions, answers)]
@@ -193,7 +194,8 @@ def _answers(c, targets, tokenizer):
 # %% ../nbs/07_batching.ipynb #e7bdbc08
 def _chat_row(c, example, question, answer, max_length, max_new_tokens):
     at = len(c.left)
-    i_end, p_start = at + len(example.instruction), at + len(example.instruction) + 1
+    i_end = at + len(example.instruction)
+    p_start = i_end + bool(example.instruction)
     p_end = p_start + len(example.prompt)
     prompt = [k for k, (_, a, b) in enumerate(question) if a >= p_start and b <= p_end and b > a]
     fixed = len(c.head) + len(question) - len(prompt) + len(c.rest) + max_new_tokens
@@ -201,7 +203,7 @@ def _chat_row(c, example, question, answer, max_length, max_new_tokens):
         raise ValueError(f"no room for a prompt: instruction and chat template take {fixed - max_new_tokens} tokens, a target up to {max_new_tokens}; "
                          f"max_length is {max_length}: raise it to more than {fixed}, or lower max_new_tokens")
     dropped = set(prompt) - set(cut_middle(prompt, max_length - fixed))
-    kept = [(i, b > at and a < i_end and b > a) for k, (i, a, b) in enumerate(question) if k not in dropped]
+    kept = [(i, i_end > at and b > at and a < i_end and b > a) for k, (i, a, b) in enumerate(question) if k not in dropped]
     said = answer[:max_new_tokens - 1] + [c.stop]
     head, n = list(c.head) + [i for i, _ in kept] + list(c.rest), len(said)
     return dict(input_ids=head + said, labels=[-100] * len(head) + said, prompt_mask=[True] * len(head) + [False] * n,
@@ -229,7 +231,7 @@ def follows_template(
 ) -> bool:
     "Are prompt and row the tokens of `apply_chat_template`?"
     row = chat_rows([example], tokenizer, 2 ** 20, 2 ** 10)[0]
-    talk = [{"role": "user", "content": f"{example.instruction}\n{example.prompt}"}, {"role": "assistant", "content": example.target}]
+    talk = [{"role": "user", "content": f"{example.instruction}\n{example.prompt}".lstrip("\n")}, {"role": "assistant", "content": example.target}]
     prompt, whole = (list(tokenizer.apply_chat_template(talk[:n], add_generation_prompt=n == 1, return_dict=False)) for n in (1, 2))
     n = len(row["input_ids"]) - (not tokenizer.chat.from_template) # a stop token that the template lacks
     return prompt == row["input_ids"][:sum(row["prompt_mask"])] and whole[:n] == row["input_ids"][:n]
@@ -242,17 +244,19 @@ class Collator:
     def __init__(self,
         tokenizer, # for its padding id, or its end id where it has none
         padding_side: str = "right", # right in training, left in generation
+        marks_instruction: bool = True, # False: batches without instruction_mask
     ):
         if padding_side not in ("right", "left"): raise ValueError(f"padding_side is {padding_side!r}, expected 'right' or 'left'")
         self.fill = {"input_ids": pad_id(tokenizer), "labels": -100, "prompt_mask": False, "instruction_mask": False}
         self.left = padding_side == "left"
+        if not marks_instruction: del self.fill["instruction_mask"]
     def __call__(self,
         rows: list[dict], # rows with lists under the keys of PADDED, labels optional
     ) -> dict[str, Tensor]: # those keys and attention_mask, each (b, n); masks bool, the others long
         if not rows: raise ValueError("a batch needs at least one row, got none")
         lengths = [len(r["input_ids"]) for r in rows]
         width = max(lengths)
-        batch = {k: torch.full((len(rows), width), self.fill[k], dtype=dtype) for k, dtype in PADDED.items() if k in rows[0]}
+        batch = {k: torch.full((len(rows), width), self.fill[k], dtype=dtype) for k, dtype in PADDED.items() if k in rows[0] and k in self.fill}
         batch["attention_mask"] = torch.zeros(len(rows), width, dtype=torch.long)
         for i, (row, n) in enumerate(zip(rows, lengths)):
             at = slice(width - n, None) if self.left else slice(0, n)

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['MAX_TEXT_BYTES', 'KINDS', 'SPLITS', 'GROUPS', 'CHECKS', 'TASK_KEYS', 'STREAM_KEYS', 'REQUIRED', 'SOURCES', 'WORLDS',
            'MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'parse_template', 'resolve', 'nearest', 'as_text', 'fill', 'label_text',
-           'entity_spans', 'Example', 'Task', 'labels_for_metric', 'format_row', 'deciding_fields', 'target_of',
-           'language_of', 'scored_as', 'check_keys', 'make_task', 'metric_names', 'check_split', 'split_rows', 'Stream',
-           'read_yaml', 'stream_names', 'load_stream', 'stream_from', 'mixed_seed', 'task_order']
+           'entity_spans', 'Example', 'Task', 'labels_for_metric', 'format_row', 'instruction_of', 'mixed_seed',
+           'deciding_fields', 'target_of', 'language_of', 'scored_as', 'check_keys', 'make_task', 'metric_names',
+           'check_split', 'split_rows', 'Stream', 'read_yaml', 'stream_names', 'load_stream', 'stream_from',
+           'task_order']
 
 # %% ../nbs/06_tasks.ipynb #908879d9
 import difflib
@@ -183,6 +184,7 @@ class Task:
     shared_instruction: str | None = None # tasks with the same value share their instruction word for word
     tests: str | None = None # kind code: template of the program's tests; a list of texts is one a line
     train_rows: int | None = None # rows of the training split as published, for the plan of a dry run alone
+    instructions: tuple[str, ...] | None = None # one of these stands in the instruction's place, by the row's number; no key of a file (`08e_instructions`)
 
     @property
     def metric_labels(self) -> tuple[str, ...] | None: return labels_for_metric(self)
@@ -206,18 +208,33 @@ def format_row(
         prompt, (target, references) = fill(task.prompt, row), target_of(task, row)
         tests = fill(task.tests, row, "\n") if task.tests else ""
         if task.tests and not tests: raise LookupError(f"the tests {task.tests!r} are empty, which every program would pass")
-        return Example(task.instruction, prompt, target, references, language_of(task, row) or task.languages[-1], tests)
+        return Example(instruction_of(task, index), prompt, target, references, language_of(task, row) or task.languages[-1], tests)
     except (LookupError, RecursionError) as e:
         at = "" if index is None else f", row {index}"
         dot = "" if str(e).endswith("?") else "."
         raise ValueError(f"task '{task.name}'{at}: {e}{dot} Mend the row, or the templates of the task in its stream file") from None
+
+# %% ../nbs/06_tasks.ipynb #8b13413d
+def instruction_of(
+    task: Task, # the task
+    index: int | None = None, # number of the row
+) -> str:
+    "The instruction of a row: the task's, or where there are several the one that task and number draw."
+    if not task.instructions or index is None: return task.instruction
+    return task.instructions[mixed_seed("instruction", task.name, index) % len(task.instructions)]
+
+def mixed_seed(
+    *parts, # anything with a stable str()
+) -> int: # in [0, 2**31)
+    "A seed that depends on all parts and is the same on every machine."
+    return int.from_bytes(hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:4], "big") >> 1
 
 # %% ../nbs/06_tasks.ipynb #b96107ac
 def deciding_fields(
     task: Task, # the task
 ) -> dict: # name → value
     "The fields of a task that decide about texts and scores, for digests."
-    added_later = {"tests": None}
+    added_later = {"tests": None, "instructions": None}
     return {k: v for k, v in asdict(task).items() if k != "train_rows" and (k not in added_later or v != added_later[k])}
 
 # %% ../nbs/06_tasks.ipynb #8ba1b4f9
@@ -529,12 +546,6 @@ def _check_stream(stream, where):
     return stream
 
 # %% ../nbs/06_tasks.ipynb #49bd1f1c
-def mixed_seed(
-    *parts, # anything with a stable str()
-) -> int: # in [0, 2**31)
-    "A seed that depends on all parts and is the same on every machine."
-    return int.from_bytes(hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:4], "big") >> 1
-
 def task_order(
     names: list[str], # as the stream lists them
     order_seed: int, # 0: as listed
