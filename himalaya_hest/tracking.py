@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['log', 'PRIVATE', 'WAITS', 'wandb_key', 'check_wandb', 'check_tracker', 'known_secrets', 'scrub', 'ScrubbedFormatter',
            'check_secrets', 'shareable', 'shareable_record', 'NoTracker', 'WandbTracker', 'finish', 'stop', 'told',
-           'tracker_id', 'open_tracker', 'is_mirrored', 'mirror', 'rebuilt_record', 'tracked_records', 'read_source']
+           'upload_error', 'tracker_id', 'open_tracker', 'is_mirrored', 'mirror', 'rebuilt_record', 'tracked_records',
+           'read_source']
 
 # %% ../nbs/45c_tracking.ipynb #1760f024
 import base64
@@ -171,6 +172,7 @@ def _close(self, record):
     path.write_text(shareable_record(record | dict(tracker=self.told() | dict(complete=True))), encoding="utf-8")
     self.run.save(str(path), base_path=self.run.dir, policy="now")
     self.run.finish(exit_code=0)
+    if error := upload_error(Path(self.run.dir).parent): raise ConnectionError(error)
 
 def stop(self: WandbTracker,
     exit_code: int = 1, # 1: W&B shows the run as failed
@@ -186,6 +188,14 @@ def told(self: WandbTracker) -> dict: # for the record
     return dict(mode=self.mode, id=self.id, url=self.url, entity=self.run.entity or None, project=self.run.project, complete=self.complete, problem=self.problem, sync=sync)
 
 WandbTracker.finish, WandbTracker._close, WandbTracker.stop, WandbTracker.told = finish, _close, stop, told
+
+def upload_error(
+    folder: str | Path, # of W&B's run
+) -> str | None: # the first error of an upload, None where there was none
+    "What W&B's own log says of data that was not sent."
+    path = Path(folder)/"logs"/"debug-internal.log"
+    lines = [json.loads(l) for l in path.read_text(encoding="utf-8", errors="replace").splitlines() if '"level":"ERROR' in l] if path.exists() else []
+    return next((l["msg"] for l in lines if re.match(r"filestream|runfiles|runupserter|file ?transfer", l["msg"], re.I)), None)
 
 def _remove_logs(folder):
     "W&B's own logs and empty folders, which tell paths and are of no use to a run."
