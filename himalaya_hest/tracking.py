@@ -300,29 +300,36 @@ def _tracked_record(run):
         return record
     return rebuilt_record(run)
 
+def _named_runs(api, place, run_ids):
+    "The runs of a project that are meant, by run_id; of several with one run_id the most recent finished one."
+    runs = lambda **filters: list(api.runs(place, filters=filters, order="-created_at"))
+    if (run_ids.strip() if isinstance(run_ids, str) else run_ids) in ("", [], "all"):
+        finished = [r for r in runs(state="finished") if r.config.get("run_id")]
+        if not finished: raise ValueError(f"no finished run in W&B's project {place!r}: check wandb_entity and wandb_project")
+        return list({r.config["run_id"]: r for r in reversed(finished)}.values())[::-1] if run_ids == "all" else finished[:1]
+    chosen = []
+    for name in select_runs("", run_ids):
+        if not (found := runs(**{"config.run_id": name})): raise ValueError(f"no run {name!r} in W&B's project {place!r}: check run_ids, wandb_entity and wandb_project")
+        chosen.append(next((r for r in found if r.state == "finished"), found[0]))
+        if len(found) > 1: print(f"{name}: {len(found)} runs of W&B have this run_id; {chosen[-1].id} is taken ({chosen[-1].state}, the most recent)")
+    return chosen
+
 def tracked_records(
-    run_ids: str | list = "", # a list, "a,b" or '["a", "b"]'; empty: the most recent finished run
+    run_ids: str | list = "", # a list, "a,b" or '["a", "b"]'; empty: the most recent finished run; all: every finished one
     wandb_entity: str = "", # user or team; empty: the key's own
     wandb_project: str = "", # empty: himalaya-hest
     api=None, # a wandb.Api; None: made here
 ) -> list[dict]: # their records
-    "Records of runs from W&B; of several runs with one run_id the most recent finished one. `ValueError` names what is not there."
-    if api is None:
-        check_wandb("source 'wandb'")
-        import wandb
-        api = wandb.Api(timeout=60)
-    place, chosen = "/".join(filter(None, (wandb_entity, wandb_project or PROJECT))), []
-    named = select_runs("", run_ids) if (run_ids.strip() if isinstance(run_ids, str) else run_ids) else [None]
-    try:
-        for name in named:
-            found = list(api.runs(place, filters={"config.run_id": name} if name else {"state": "finished"}, order="-created_at"))
-            if not found: raise ValueError(f"no {'run ' + repr(name) if name else 'finished run'} in W&B's project {place!r}: check run_ids, wandb_entity and wandb_project")
-            run = next((r for r in found if r.state == "finished"), found[0])
-            if name and len(found) > 1: print(f"{name}: {len(found)} runs of W&B have this run_id; {run.id} is taken ({run.state}, the most recent)")
-            chosen.append(_tracked_record(run))
-    except ValueError: raise
+    "Records of runs from W&B. `ValueError` names what is not there."
+    if api is None: check_wandb("source 'wandb'")
+    place = "/".join(filter(None, (wandb_entity, wandb_project or PROJECT)))
+    try: return [_tracked_record(r) for r in _named_runs(api or _api(), place, run_ids)]
+    except ValueError as e: raise ValueError(scrub(str(e))) from None
     except Exception as e: raise ValueError(scrub(f"W&B's project {place!r} cannot be read ({type(e).__name__}: {e})")) from None
-    return chosen
+
+def _api():
+    import wandb
+    return wandb.Api(timeout=60)
 
 def read_source(
     source: str, # disk or wandb
