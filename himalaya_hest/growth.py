@@ -100,7 +100,7 @@ def tree_atoms(core):
 
 def rebuild_tree(core):
     "Cut the atoms anew."
-    if core.tree is not None and not core.owner.is_meta: core.tree.rebuild(tree_atoms(core))
+    if core.tree is not None and not tree_atoms(core).is_meta: core.tree.rebuild(tree_atoms(core))
 
 def refit_tree(core):
     "Keep the cuts, take the atoms as they are."

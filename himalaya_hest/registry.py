@@ -56,7 +56,10 @@ def parse_adapter(
 # %% ../nbs/40_registry.ipynb #715f3464
 ADAPTER_DEFAULTS = {
     "lora": dict(r=8, lora_alpha=16, lora_dropout=0., target_modules=["q_proj", "v_proj"]),
-    "vera": dict(r=64, target_modules=["q_proj", "v_proj"]),
+    "vera": dict(r=64, target_modules=["q_proj", "v_proj"], save_projection=False), # its random matrices follow from a seed, as its paper says
+    "randlora": dict(target_modules=["q_proj", "v_proj"], save_projection=False), # and so do its bases
+    "fourierft": dict(target_modules=["q_proj", "v_proj"], init_weights=True), # a spectrum of zeros: PEFT's random one destroys a backbone of width 128
+    "oft": dict(target_modules=["q_proj", "v_proj"]),
     "osf": dict(target_modules=["q_proj", "v_proj"]),
     "olora": dict(r=8, lora_alpha=32, lora_dropout=0., target_modules=["q_proj", "v_proj"]), # its authors' rank and scale
     "gpm-lora": dict(r=8, lora_alpha=16, lora_dropout=0., target_modules=["q_proj", "v_proj"]),
@@ -220,7 +223,7 @@ def adapter_bytes(
 ) -> dict[str, int]: # part → bytes of the state between tasks
     "Bytes of each part of the state between tasks."
     if hasattr(adapter.tuner, "state_bytes"): out = dict(adapter.tuner.state_bytes())
-    else: out = {"adapter": _nbytes(p for p in adapter.model.parameters() if p.requires_grad)}
+    else: out = {"adapter": _nbytes(peft.get_peft_model_state_dict(adapter.model, save_embedding_layers=False).values())} # what PEFT writes
     for h in adapter.hooks.hooks:
         if isinstance(h, EWC): out["ewc"] = _nbytes(h.state_dict().values())
     return out
