@@ -13,7 +13,7 @@ import difflib
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from .code_execution import check_platform
@@ -29,6 +29,7 @@ CHOICES = {
     "mode": {"full": "", "trial": ""},
     "source": {"mini": "", "local": "", "hub": ""},
     "protocol": {"sequential": "", "single": "", "zero_shot": "", "joint": "", "replay": ""},
+    "instructions": {"own": "", "unmarked": "", "paraphrased": "", "paraphrased_hard": "", "shuffled": "", "shared": "", "absent": ""},
     "tracker": {"off": "", "offline": "", "online": ""},
     "role": {"proposed": "", "baseline": "", "ablation": ""},
 }
@@ -128,6 +129,7 @@ class RunConfig:
     scale: str = "mini" # mini, medium, full: what is left open
     mode: str = "full" # trial: one epoch, at most 2 batches a task, a wiring check in seconds
     protocol: str = "sequential" # single: each task alone; zero_shot: the backbone alone; joint: the rows of all tasks mixed; replay: sequential, with some rows of earlier tasks
+    instructions: str = "own" # what instructions say: own, unmarked, paraphrased, paraphrased_hard, shuffled, shared, absent; see `instructions`
     replay_share: float = .01 # of each finished task's rows, kept for later tasks, under protocol replay
     seed: int = 0 # initialisation, row order, label noise
     order_seed: int = 0 # order of the tasks; 0: as the stream lists them
@@ -242,12 +244,21 @@ def _check_protocol(cfg, method, with_ewc):
     if cfg.protocol != "replay" and cfg.replay_share != SILENT[""]["replay_share"]:
         raise ValueError(f"parameter replay_share is given, but under protocol {cfg.protocol!r} no rows are kept; set protocol to 'replay'.")
 
+# %% ../nbs/41_config.ipynb #309c26fc
+def _check_instructions(cfg):
+    "Refuse what the stream cannot give."
+    if cfg.instructions == "own": return
+    from himalaya_hest.instructions import instructed
+    stream = _stream(cfg.stream)
+    try: instructed(replace(stream, tasks=stream.tasks[:cfg.n_tasks or None]), cfg.instructions, cfg.stream)
+    except ValueError as e: raise ValueError(f"parameter {e}") from None
+
 # %% ../nbs/41_config.ipynb #1048adcc
 _STORAGE = ("results_dir", "cache_dir", "run_id", "overwrite", "dry_run")
 _IN_NAME = ("adapter", "preset", "stream", "scale", "mode", "seed", "order_seed", "n_tasks")
 
 SILENT = { # parameters that came later than the first records, and the values with which they say nothing
-    "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False, replay_share=.01),
+    "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False, replay_share=.01, instructions="own"),
     "evaluation": dict(after_tasks=None, final_eval_rows=None, reuse_answers=True),
     "training": dict(adam_beta1=.9, adam_beta2=.999),
 }
@@ -334,6 +345,7 @@ def resolve(
     cfg.training, cfg.evaluation = _resolve_training(cfg, cfg.training), _resolve_evaluation(cfg, cfg.evaluation)
     _resolve_tasks(cfg)
     _check_execution(cfg)
+    _check_instructions(cfg)
     cfg.search = _resolve_search(cfg)
     _resolve_tracker(cfg)
     cfg.run_id = cfg.run_id or default_run_id(cfg)

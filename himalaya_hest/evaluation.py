@@ -22,7 +22,7 @@ from .code_execution import run_programs
 from .registry import Adapter
 from .row_values import row_values
 from .text_metrics import confusion_counts, program_of, score
-from .training import MASKS
+from .training import model_inputs
 
 log = logging.getLogger("himalaya_hest")
 
@@ -43,10 +43,11 @@ def evaluation_task(
     task, # tasks.Task
     dataset, # materialised validation rows
     max_new_tokens: int | None = None, # cap beside the task's own
+    marks_instruction: bool = True, # False: prompts without instruction_mask
 ) -> EvaluationTask:
     "Take a task's prompts and references out of its materialised rows."
     rows = dataset.to_list()
-    prompts = [prompt_row(r) for r in rows]
+    prompts = [{k: v for k, v in prompt_row(r).items() if marks_instruction or k != "instruction_mask"} for r in rows]
     cap = min(task.max_new_tokens, max_new_tokens or task.max_new_tokens)
     tests = tuple(r["tests"] for r in rows) if task.metric == "pass_at_1" else ()
     return EvaluationTask(task.name, task.metric, cap, tuple(prompts), tuple(tuple(r["references"]) for r in rows), task.metric_labels, tuple(r["language"] for r in rows), tests)
@@ -77,9 +78,8 @@ def greedy(
     from transformers import GenerationConfig
     device = next(model.parameters()).device
     config = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=batch["max_new_tokens"], eos_token_id=stop_ids(tokenizer), pad_token_id=pad_id(tokenizer))
-    names = ("input_ids", "attention_mask") + (MASKS if takes_masks else ())
     with torch.no_grad():
-        out = model.generate(**{k: batch[k].to(device) for k in names}, generation_config=config)
+        out = model.generate(**model_inputs(batch, takes_masks, device), generation_config=config)
     return tokenizer.batch_decode(out[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
 
 # %% ../nbs/44_evaluation.ipynb #1c254da4
@@ -171,8 +171,7 @@ def cpu_latency_overhead(
     def timed(batch):
         start = time.process_time()
         with torch.no_grad():
-            adapter.model.generate(**{k: batch[k] for k in ("input_ids", "attention_mask") + (MASKS if adapter.takes_masks else ())},
-                                   do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=pad_id(tokenizer))
+            adapter.model.generate(**model_inputs(batch, adapter.takes_masks), do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=pad_id(tokenizer))
         return time.process_time() - start
     with_, without = [], []
     for k in range(pairs + 1):

@@ -27,6 +27,7 @@ from torch import nn
 from .batching import encode_all, with_chat_template
 from .config import RunConfig, evaluation_schedule, resolve
 from .hub import get_source
+from .instructions import instructed
 from .lora_bank import bank_bytes
 from .mixed_rows import n_kept, row_bytes
 from .packing import fill_of, packed_bytes
@@ -199,7 +200,7 @@ def sampled_lengths(
     n_sample: int = 16,
 ) -> tuple[tuple, tuple]: # lengths, targets
     "Lengths of some rows of a source, tokenised."
-    rows = encode_all([task.format(numbered[i][1]) for i in spread(len(numbered), n_sample)], tokenizer, max_length, task.max_new_tokens)
+    rows = encode_all([task.format(*numbered[i][::-1]) for i in spread(len(numbered), n_sample)], tokenizer, max_length, task.max_new_tokens)
     return tuple(sorted(len(r["input_ids"]) for r in rows)), tuple(sorted(len(r["input_ids"]) - sum(r["prompt_mask"]) for r in rows))
 
 # %% ../nbs/41a_plan.ipynb #c175af05
@@ -209,7 +210,7 @@ def task_loads(
 ) -> list[TaskLoad]: # as the stream lists them
     "Rows and lengths of every task of a run."
     stream = load_stream(config.stream)
-    tasks = stream.tasks[:config.n_tasks or None]
+    tasks = instructed(replace(stream, tasks=stream.tasks[:config.n_tasks or None]), config.instructions, config.stream)[0].tasks
     source = None if config.source == "hub" else get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
     tokenizer = None if source is None or model_folder(config.model) is None else _tokenizer(config)
     return [_load(t, config, source, tokenizer, max_length) for t in tasks]
