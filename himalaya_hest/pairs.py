@@ -51,15 +51,35 @@ def method_of(
     if protocol == "replay": return name + f" (replay {c.get('replay_share', .01):.3g})"
     return name + (f" ({protocol.replace('_', '-')})" if protocol != "sequential" else "")
 
+# %% ../nbs/44b_pairs.ipynb #5d6c3af2
+_STORED = ("seed", "order_seed", "run_id", "role", "results_dir", "cache_dir", "overwrite", "dry_run", "tracker", "wandb_entity", "wandb_project", "n_trials", "search")
+
+def _settings(record):
+    "Parameters that may tell two runs of one method and pair apart; nested ones with a dot."
+    out = {}
+    for k, v in record["config"].items():
+        if k not in _STORED: out |= {f"{k}.{x}": y for x, y in v.items()} if isinstance(v, dict) else {k: v}
+    return out
+
+def _told_apart(runs, pairs):
+    "What to add to the name of each run of a method, nothing where no pair occurs twice."
+    if len(set(pairs)) == len(pairs): return [""] * len(runs)
+    settings = [_settings(r) for r in runs]
+    differ = [k for k in settings[0] if all(k in s for s in settings) and len({repr(s[k]) for s in settings}) > 1]
+    return ["".join(f", {k} {s[k]}" for k in differ) for s in settings]
+
 def by_pair(
     records: list[dict], # of one world
 ) -> dict[str, dict[tuple, dict]]: # method → (seed, order_seed) → record, pairs in their order
-    "Records by method and pair. Raises ValueError if two of one method share a pair, or the worlds differ."
-    out = {}
-    for r in same_world(records):
-        runs, pair = out.setdefault(method_of(r), {}), (r["config"]["seed"], r["config"]["order_seed"])
-        if pair in runs: raise ValueError(f"runs {runs[pair]['run_id']} and {r['run_id']} are both {method_of(r)!r} with seed and order_seed {pair}: leave one out")
-        runs[pair] = r
+    "Records by method and pair. Raises ValueError if two runs of the same parameters share a pair, or the worlds differ."
+    methods, out = {}, {}
+    for r in same_world(records): methods.setdefault(method_of(r), []).append(r)
+    for method, runs in methods.items():
+        pairs = [(r["config"].get("seed", 0), r["config"].get("order_seed", 0)) for r in runs]
+        for r, pair, more in zip(runs, pairs, _told_apart(runs, pairs)):
+            found = out.setdefault(method + more, {})
+            if pair in found: raise ValueError(f"runs {found[pair]['run_id']} and {r['run_id']} are both {method + more!r} with seed and order_seed {pair}: leave one out")
+            found[pair] = r
     return {m: dict(sorted(runs.items())) for m, runs in out.items()}
 
 # %% ../nbs/44b_pairs.ipynb #907d60d6

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAIN_PAIRS', 'GROUPS', 'main_table', 'paired_table', 'exploratory_table', 'group_scores', 'task_groups',
-           'grouped_table', 'tuned_single', 'target_table']
+           'grouped_table', 'fairness_table', 'tuned_single', 'target_table']
 
 # %% ../nbs/44d_standings.ipynb #8e73d78f
 import json
@@ -13,7 +13,7 @@ import numpy as np
 
 from .continual_metrics import evaluated_rows, forgetting_per_task
 from .large import large_adapter, large_bytes
-from .pairs import FEWEST, bca_interval, by_pair, effect_size, example_interval, holm, is_number, row_means, sign_flip_p
+from .pairs import FEWEST, bca_interval, by_pair, effect_size, example_interval, holm, is_number, method_of, row_means, sign_flip_p
 from .records import Table, is_complete, same_world, score_array
 
 # %% ../nbs/44d_standings.ipynb #f9773064
@@ -28,9 +28,10 @@ def _mean_of(runs, key, mean=np.mean):
     return float(mean(v)) if (v := _column(runs, key)) else None
 
 def _large_mb(runs):
-    "Mean over the runs, computed for the large model: MB after the last task."
+    "Mean over the runs, computed for the large model: MB after the last task; None where it cannot be built."
     first = next(iter(runs.values()))
-    large = large_adapter(first)
+    try: large = large_adapter(first)
+    except ValueError: return None # an adapter that is not known here
     same = first["config"]["adapter"].partition("+")[0] != "himalaya" # whose slots in use differ from run to run
     return float(np.mean([large_bytes(large, r) for r in ([first] if same else runs.values())])) / 1e6
 
@@ -148,6 +149,30 @@ def grouped_table(
     columns = ["group", "tasks", "method", "n", "AUC", "95 % from", "to", "just learned", "final", "forgotten"]
     title = f"{records[0]['config']['stream']}: groups of tasks{', exploratory' if few else ''}; means over n (seed, order) pairs, with the interval of the AUC over pairs"
     return Table(title, columns, [row for _, row in sorted(rows, key=lambda x: (x[0], -(x[1][4] if x[1][4] is not None else -1)))])
+
+# %% ../nbs/44d_standings.ipynb #788f5315
+def _rebased(record):
+    "A record in the world that it would have with each task's own instruction."
+    world = record.get("world") or {}
+    return record | dict(world=world | dict(digest=world.get("base_digest", world.get("digest"))))
+
+def fairness_table(
+    records: list[dict], # of worlds that differ in their instructions at most; those with own instructions among them
+) -> Table: # by method, its own instructions first; methods without other instructions are left out
+    "What each method gives with other instructions, and the paired difference to its own."
+    own = lambda r: r | dict(config=r["config"] | dict(instructions="own"))
+    methods, rows = {}, []
+    for m, runs in by_pair([_rebased(r) for r in records]).items():
+        first = next(iter(runs.values()))
+        methods.setdefault(method_of(own(first)), {})[first["config"].get("instructions", "own")] = runs
+    for m, kinds in methods.items():
+        base = kinds.get("own", {})
+        for kind, runs in sorted(kinds.items(), key=lambda k: k[0] != "own") if len(kinds) > 1 or not base else ():
+            auc = _column(runs, "retained_accuracy_auc")
+            d = [r["summary"]["retained_accuracy_auc"] - base[p]["summary"]["retained_accuracy_auc"] for p, r in runs.items() if p in base] if kind != "own" else []
+            rows.append([m, kind, len(runs), float(np.mean(auc)), min(auc), max(auc), *([float(np.mean(d)), min(d), max(d), len(d)] if d else [None] * 4), _mean_of(runs, "average_accuracy"), _mean_of(runs, "just_learned_accuracy"), _mean_of(runs, "average_forgetting")])
+    columns = ["method", "instructions", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n", "final", "just learned", "forgotten"]
+    return Table(f"{records[0]['config']['stream']}, exploratory: other instructions; means, smallest and largest of n (seed, order) pairs, differences to own instructions on d n same pairs; no tests", columns, rows)
 
 # %% ../nbs/44d_standings.ipynb #9b849c77
 def tuned_single(
