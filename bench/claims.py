@@ -191,7 +191,7 @@ def flops_of(run):
 def adapter_flops(core, tokens, slots):
     "Operations of one sequence's prompt with so many open slots: the router once, its slots at every site for every token."
     book, r = core.dictionary, core.router
-    d, N, K = len(r.e_mean), r.n_features, len(core.owner)
+    d, N = len(r.e_mean), r.n_features
     router = 2 * 2 * d * N + 2 * N * r.w2.shape[1] + 2 * 2 * tokens * d # features, logits and coefficients, the two means
     gram = sum(2 * slots * slots * (book.sites[g[0]].d_in + book.sites[g[0]].d_out) + 2 * len(g) * slots * slots for g in book.groups.values())
     return router + gram + sum(2 * tokens * slots * (s.d_in + s.d_out) for s in book.sites)

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['ITSELF', 'HELD', 'NOT_HELD', 'NOT_TESTABLE', 'NOT_RUN', 'LILAC', 'COLTAS', 'NORM_LIMIT', 'KEPT', 'CLAIMS', 'Evidence',
            'read_evidence', 'Finding', 'shown_figure', 'judge', 'compare', 'metric_names', 'final_score', 'comparisons',
-           'scores', 'at_large_scale', 'storage', 'latency', 'norms', 'norm_chart', 'operations', 'code',
-           'kept_of_data', 'privacy', 'findings', 'claims_table', 'verdict_counts', 'main']
+           'scores', 'forgetting_chart', 'at_large_scale', 'storage', 'latency', 'norms', 'norm_chart', 'operations',
+           'code', 'kept_of_data', 'privacy', 'findings', 'claims_table', 'verdict_counts', 'main']
 
 # %% ../nbs/45e_claims.ipynb #2185db99
 import json
 import math
 import sys
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from .large import large_adapter, large_bytes
 from .packing import fill_of, packed_bytes
 from .pairs import bca_interval, by_pair, holm, method_of, sign_flip_p
 from .records import Table
-from .report import DARK, LIGHT, MIDDLE, Chart, new_figure, plain_axes
+from .report import DARK, MIDDLE, Chart, new_figure, plain_axes
 from .tasks import load_stream
 
 # %% ../nbs/45e_claims.ipynb #cdeeb8f4
@@ -165,6 +166,32 @@ def scores(e: Evidence) -> list[Finding]:
     for f, _, command in found: f.command = command
     return [first] + [f for f, _, _ in found]
 
+# %% ../nbs/45e_claims.ipynb #ea9c21c6
+def forgetting_chart(
+    e: Evidence,
+    limit: float = .015, # of claim 1
+) -> Chart: # topic forgetting
+    "A circle for each pair, a diamond with its interval for their mean, the least forgetful first; ValueError where nothing was run."
+    rows = {m: [r["summary"]["average_forgetting"] for r in runs.values()] for m, runs in e.runs.items() if not m.endswith(("(zero-shot)", "(single)", "(joint)"))}
+    if not rows: raise ValueError(f"no runs to draw: python bench/grid.py bench/grids/{e.main}.yaml")
+    rows = sorted(rows.items(), key=lambda r: np.mean(r[1]))
+    figure, ((axes,),) = new_figure(7., .36 * len(rows) + 1.5)
+    plain_axes(axes, "x")
+    for y, (name, lost) in enumerate(rows):
+        low, high = bca_interval(lost)
+        axes.scatter(lost, [y] * len(lost), s=22, facecolor="white", edgecolor="#8a8f98", linewidth=.9, zorder=2, label="one (seed, order) pair")
+        if low == low: axes.plot([low, high], [y, y], color=DARK, linewidth=2, zorder=3, label="95 % interval of the mean (BCa)")
+        axes.scatter([np.mean(lost)], [y], marker="D", s=28, color=DARK, zorder=4, label="mean")
+        axes.annotate(f"{np.mean(lost):.3f}", (np.mean(lost), y), (8, 6), textcoords="offset points", ha="left", fontsize=7.5)
+    axes.axvline(limit, color="black", linestyle="--", linewidth=.8, zorder=1, label=f"limit of claim 1: {limit}")
+    axes.set_yticks(range(len(rows)), [textwrap.fill(f"{m}  (n = {len(lost)})", 34) for m, lost in rows], fontsize=8)
+    axes.set_ylim(len(rows) - .4, -.8)
+    axes.set_xlim(min(0, min(min(lost) for _, lost in rows)) - .02, None)
+    axes.set_xlabel("forgotten (share of 1)", fontsize=9)
+    legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
+    return Chart("forgetting", figure)
+
 # %% ../nbs/45e_claims.ipynb #339b0db5
 def at_large_scale(
     preset: str = "default",
@@ -240,7 +267,7 @@ def norm_chart(
     for (name, f), (color, style, marker) in zip(forms.items(), looks):
         axes.plot(range(1, len(f["largest"]) + 1), f["largest"], color=color, linestyle=style, marker=marker, markersize=3.5, label=f"{name} (at most {max(f['largest']):.3f})")
     axes.axhline(NORM_LIMIT, color="black", linewidth=.8)
-    axes.annotate(f"limit {NORM_LIMIT}", (1, NORM_LIMIT), (0, 3), textcoords="offset points", fontsize=7.5)
+    axes.annotate(f"limit {NORM_LIMIT}", (max(len(f["largest"]) for f in forms.values()), NORM_LIMIT), (0, 3), textcoords="offset points", ha="right", fontsize=7.5)
     axes.set_xlabel("tasks trained", fontsize=9)
     axes.set_ylabel("largest norm of a stored atom", fontsize=9)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
@@ -340,10 +367,11 @@ def findings(
 
 def claims_table(
     found: list[Finding],
+    title: str = "Claims of Study 1, here and at the founding scale",
 ) -> Table: # a row a part
     "Verdicts with figure, interval, n and command."
     rows = [[f.part, f.claim, f.here, *shown_figure(f), f.n or None, f.founding, f.told or "–", f"`{f.command}`" if f.command else "–"] for f in found]
-    return Table("Claims of Study 1, here and at the founding scale", ["part", "claim", "here: mini world", "figure", "95 %", "n", "founding scale", "how, and what else was seen", "command"], rows)
+    return Table(title, ["part", "claim", "here: mini world", "figure", "95 %", "n", "founding scale", "how, and what else was seen", "command"], rows)
 
 def verdict_counts(
     found: list[Finding],

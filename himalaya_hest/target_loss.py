@@ -8,7 +8,6 @@ __all__ = ['head_at', 'target_logits', 'target_loss']
 # %% ../nbs/04a_target_loss.ipynb #6f2385be
 import contextlib
 
-import torch
 from torch import Tensor, nn
 
 # %% ../nbs/04a_target_loss.ipynb #aa314d0d

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import get_scheduler
 
 from .registry import Adapter
