@@ -228,6 +228,8 @@ def open_tracker(
     if config.tracker == "off": return NoTracker()
     check_tracker(config)
     import wandb
+    if lacking := sorted({*PRIVATE, *WAITS} - set(wandb.Settings.model_fields)):
+        raise ValueError(f"wandb {wandb.__version__} lacks the settings {', '.join(lacking)}, without which it would send more than is meant or wait for ever: pip install -U 'wandb>=0.31', or set tracker to off")
     folder, online = Path(folder), config.tracker == "online"
     own = _own_id(config, folder)
     try: run = wandb.init(entity=config.wandb_entity or None, project=config.wandb_project or PROJECT, id=own, name=config.run_id, dir=str(folder), mode=config.tracker, config=shareable(asdict(config)),
