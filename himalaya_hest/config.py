@@ -97,6 +97,8 @@ class SearchParameters:
     space: dict | None = None # parameter → {low, high, log, start} or {choices, start}; None: the adapter's, see `search_space`
     seed: int = 0 # of the sampler
     prune: bool = True # give up settings that fall behind
+    finalists: int = 3 # best settings that are run again with other seeds and orders
+    pairs: int = 3 # (seed, order) pairs over whose mean a finalist is judged, the search's own among them; 1: no finals
     timeout_s: float | None = None # no new trial after so many seconds of this process
 
 # %% ../nbs/41_config.ipynb #89b1b6c5
@@ -390,6 +392,8 @@ def _resolve_search(cfg):
     if ours == theirs or ours.name == theirs.name or (cfg.source == "mini" and theirs.source == "mini" and ours.world == theirs.world):
         raise ValueError(f"parameter search.stream = {search['stream']!r} is the world of the run itself: settings are never chosen on what is reported; name another stream.")
     if not 1 <= search["n_tasks"] <= len(theirs.tasks): raise ValueError(f"parameter search.n_tasks = {search['n_tasks']} must lie in 1 to {len(theirs.tasks)}, the tasks of {search['stream']!r}.")
+    for name in ("finalists", "pairs"):
+        if search[name] < 1: raise ValueError(f"parameter search.{name} = {search[name]} must be at least 1.")
     if search["timeout_s"] is not None and not search["timeout_s"] > 0: raise ValueError(f"parameter search.timeout_s = {search['timeout_s']} must be a positive number.")
     return search
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['log', 'LR', 'DECAY', 'BETA2', 'LAMBDA', 'SPACES', 'FOUNDING', 'search_space', 'check_space', 'GivenUp',
            'with_setting', 'study_name', 'open_study', 'sampler_of', 'suggest', 'take_back', 'counted', 'search',
-           'study_record', 'best_setting', 'dead_parameters', 'read_searches', 'searches_table']
+           'finalists', 'study_record', 'best_setting', 'dead_parameters', 'read_searches', 'searches_table']
 
 # %% ../nbs/45d_search.ipynb #e751b1d0
 import hashlib
@@ -117,14 +117,15 @@ def study_name(
     space: dict, # checked
 ) -> str:
     "The name of a study: the adapter, and a digest of all that decides about a trial's score."
-    told = json.dumps([config.search | dict(space=space, timeout_s=None), parameters_digest(resolve(_of_trial(config, {})), ignore=("results_dir", "cache_dir", "run_id", "overwrite", "dry_run", "role"))], sort_keys=True)
+    judged = resolve(_of_trial(config, {n: r["start"] for n, r in space.items()}))
+    told = json.dumps([space, {k: config.search[k] for k in ("seed", "prune")}, parameters_digest(judged, ignore=("results_dir", "cache_dir", "run_id", "overwrite", "dry_run", "role"))], sort_keys=True)
     return f"{config.adapter}-{config.preset}-{Path(config.search['stream']).stem}-{config.protocol}-{hashlib.sha256(told.encode()).hexdigest()[:6]}"
 
 def _of_trial(config, setting, **changed):
     "Parameters of the run that judges a setting."
     s = config.search
     quick = config.evaluation | dict(latency_pairs=0, final_eval_rows=None, after_tasks=None)
-    return with_setting(config, setting, stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", evaluation=quick, **({"run_id": ""} | changed))
+    return with_setting(config, setting, stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", evaluation=quick, **({"run_id": "", "seed": s["seed"], "order_seed": s["seed"]} | changed))
 
 def open_study(
     folder: Path, # of all searches
@@ -206,7 +207,7 @@ def search(
             if len(counted(study.get_trials(deepcopy=False))) >= config.n_trials: break
             trial = study.ask()
         _run_trial(study, trial, config, space, run, place, quiet)
-    return study_record(study, config, space)
+    return study_record(study, config, space, _finals(study, config, run, place, quiet))
 
 # %% ../nbs/45d_search.ipynb #8cee6fad
 def _run_trial(study, trial, config, space, run, place, quiet):
@@ -235,21 +236,53 @@ def _run_trial(study, trial, config, space, run, place, quiet):
 
 def _short(v): return f"{v:.3g}" if isinstance(v, float) else str(v)
 
+# %% ../nbs/45d_search.ipynb #27102d74
+def finalists(
+    study, # optuna.Study
+    n: int, # at most
+) -> list: # optuna.FrozenTrial, the best first
+    "The best trials that ended."
+    import optuna
+    return sorted(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)), key=lambda t: -t.value)[:n]
+
+def _finals(study, config, run, place, quiet):
+    "AUC of each finalist over the further pairs; a run of another worker is left to that worker, and waited for at the end."
+    best, further, out = finalists(study, config.search["finalists"]), range(1, config.search["pairs"]), {}
+    if len(best) < 2 or not further: return {}
+    todo = [(t, i) for t in best for i in further]
+    for wait in (False, True):
+        for t, i in [x for x in todo if (x[0].number, x[1]) not in out]:
+            try:
+                with FileLock(place/f"{t.number}-pair-{i}.lock", blocking=wait): out[t.number, i] = _run_final(t, i, config, run, place)
+            except Timeout: continue
+            if not quiet: print(f"finalist {t.number + 1}, pair {i + 1} of {config.search['pairs']}: {out[t.number, i]:.3f}", flush=True)
+    return out
+
+def _run_final(trial, i, config, run, place):
+    seed = config.search["seed"] + i
+    parameters = _of_trial(config, trial.params, seed=seed, order_seed=seed, results_dir=str(place), run_id=f"trial-{trial.number}-pair-{i}")
+    try: return run(parameters, lambda n, retained: None)["summary"]["retained_accuracy_auc"]
+    except FloatingPointError: return 0.
+
 # %% ../nbs/45d_search.ipynb #e210e891
 def study_record(
     study, # optuna.Study
     config: RunConfig, # the run's
     space: dict, # checked
+    finals: dict, # (number of a finalist, pair) → its AUC
 ) -> dict: # JSON
-    "A search as a record."
+    "A search as a record; the best is the finalist with the best mean."
     rows = [dict(number=t.number, setting=t.params, state=t.state.name.lower(), auc=t.value, curve=[round(x, 4) for x in t.user_attrs.get("curve", [])], wall_s=t.user_attrs.get("wall_s"))
             | {k: t.user_attrs[k] for k in ("why", "goes_on") if k in t.user_attrs} for t in counted(study.get_trials(deepcopy=False))]
     done = [r for r in rows if r["auc"] is not None and r["state"] == "complete"]
     if not done: raise ValueError(f"none of the {len(rows)} trials of search {study.study_name!r} ended; give it more time (search.timeout_s), or look into the run.log of its trials")
-    best = max(done, key=lambda r: r["auc"])
+    judged = {n: [r["auc"]] + [v for (m, _), v in sorted(finals.items()) if m == n] for n, r in ((r["number"], r) for r in done)}
+    for r in done:
+        if len(judged[r["number"]]) > 1: r["pairs"] = judged[r["number"]]
+    best = max([r for r in done if "pairs" in r] or done, key=lambda r: sum(judged[r["number"]]))
     world = next((t.user_attrs["world"] for t in study.get_trials(deepcopy=False) if "world" in t.user_attrs), None)
     return dict(name=study.study_name, adapter=config.adapter, preset=config.preset, protocol=config.protocol, stream=config.search["stream"], n_tasks=config.search["n_tasks"], metric="retained_accuracy_auc", direction="maximise", seed=config.search["seed"],
-                n_trials=len(rows), world=world, space=space, trials=rows, best={k: best[k] for k in ("number", "setting", "auc")})
+                n_trials=len(rows), world=world, space=space, trials=rows, best={k: best[k] for k in ("number", "setting", "auc")} | dict(mean_auc=sum(judged[best["number"]]) / len(judged[best["number"]]), pairs=len(judged[best["number"]])))
 
 def best_setting(
     found: dict, # record of a search
@@ -295,7 +328,7 @@ def searches_table(
 ):
     "One row a search: trials, AUC of the start and of the best, the best setting, the parameters that are dead."
     called = lambda r: " ".join([r["adapter"]] + [r["preset"]] * (r["preset"] != "default") + [f"({r['protocol']})"] * (r["protocol"] != "sequential"))
-    rows = [[called(r), r["n_trials"], sum(t["state"] == "pruned" for t in r["trials"]), r["trials"][0]["auc"], r["best"]["auc"],
+    rows = [[called(r), r["n_trials"], sum(t["state"] == "pruned" for t in r["trials"]), r["trials"][0]["auc"], r["best"]["auc"], r["best"]["mean_auc"], r["best"]["pairs"],
              ", ".join(f"{n.split('.', 1)[1]} {_short(v)}" for n, v in r["best"]["setting"].items()), ", ".join(n.split(".", 1)[1] for n, dead in r.get("dead", {}).items() if dead) or "none"] for r in found]
     first = found[0]
-    return Table(f"Searches on the first {first['n_tasks']} tasks of {first['stream']} (one seed)", ["adapter", "trials", "given up", "AUC at the start", "AUC of the best", "best setting", "dead"], sorted(rows, key=lambda r: -r[4]))
+    return Table(f"Searches on the first {first['n_tasks']} tasks of {first['stream']}; of the finalists the best mean over n (seed, order) pairs is taken", ["adapter", "trials", "given up", "AUC at the start", "AUC of the best", "its mean", "n", "best setting", "dead"], sorted(rows, key=lambda r: -r[5]))
