@@ -32,12 +32,10 @@ def one(name, trials, results_dir, out):
     "Search one adapter and write its record."
     from himalaya_hest.config import resolve
     from himalaya_hest.continual import code_version, run_continual, versions
-    from himalaya_hest.search import dead_parameters, search, study_name
+    from himalaya_hest.search import dead_parameters, search
     config = resolve(parameters(name, trials, results_dir))
     def run(parameters, on_task): return run_continual(parameters, quiet=True, on_task=on_task)
-    start = time.process_time()
     found = search(config, run)
-    found["process_s"] = round(time.process_time() - start, 1)
     found["dead"] = dead_parameters(config, run, Path(results_dir)/"search"/f"{found['name']}-ends")
     found = dict(command=f"python bench/search.py --only {name} --trials {trials}") | found | dict(versions=versions(), code_version=code_version())
     path = Path(out)/f"{name.replace(':', '-')}.json"
