@@ -40,6 +40,7 @@ from .continual_metrics import continual_summary
 from .evaluation import EvaluationTask, cpu_latency_overhead, evaluate, evaluation_task
 from .hooks import HookList, StreamHooks, TaskContext
 from .hub import get_source
+from .instructions import instructed, instructions_setting, marks_instruction, tells_hooks
 from .mixed_rows import KeptRows, MixedRows, kept_bytes
 from .peft_bridge import prepare_quantised
 from .plan import make_plan, plan_numbers, plan_text
@@ -132,6 +133,7 @@ class TaskData:
     batch_size: int
     seed: int # of the row order
     final: object = None # materialised rows of the evaluation at the end of the stream, where that has rows of its own
+    told: str = "" # the instruction as hooks are told it
 
     def make_loader(self, epoch: int = 0, start: int = 0) -> TaskLoader:
         "The batches of one epoch in their seeded order, from micro-batch `start` on."
@@ -151,12 +153,15 @@ def load_tasks(
     "Materialise all tasks: tokenised once, Arrow files in the cache."
     training, evaluation, out, cuts = config.training, config.evaluation, {}, {}
     kw = dict(tokenizer=tokenizer, max_length=max_length, cache_dir=config.cache_dir, tokenizer_key=tokenizer_digest(tokenizer))
-    for task in progress(stream.tasks, desc="data", unit="task"):
-        train = None if config.protocol == "zero_shot" else materialise(task, source, "train", max_rows=training["max_train_rows"],
+    trained, evaluated = (s.tasks for s in instructed(stream, config.instructions, config.stream))
+    marked = marks_instruction(config.instructions)
+    for task, learnt, asked in progress(list(zip(stream.tasks, trained, evaluated)), desc="data", unit="task"):
+        train = None if config.protocol == "zero_shot" else materialise(learnt, source, "train", max_rows=training["max_train_rows"],
             label_noise=training["label_noise"], noise_seed=config.seed, **kw)
-        held = materialise(task, source, "validation", max_rows=evaluation["max_eval_rows"], **kw)
-        final = materialise(task, source, "validation", max_rows=evaluation["final_eval_rows"], **kw) if evaluation["final_eval_rows"] else None
-        out[task.name] = TaskData(task, train, evaluation_task(task, held, evaluation["max_new_tokens"]), Collator(tokenizer), training["per_device_train_batch_size"], config.seed, final)
+        held = materialise(asked, source, "validation", max_rows=evaluation["max_eval_rows"], **kw)
+        final = materialise(asked, source, "validation", max_rows=evaluation["final_eval_rows"], **kw) if evaluation["final_eval_rows"] else None
+        out[task.name] = TaskData(task, train, evaluation_task(task, held, evaluation["max_new_tokens"], marked), Collator(tokenizer, marks_instruction=marked),
+                                  training["per_device_train_batch_size"], config.seed, final, learnt.instruction if tells_hooks(config.instructions) else "")
         cuts |= {f"{task.name}, {name}": cut_counts(rows) for name, rows in (("train", train), ("validation", final or held)) if rows is not None}
         for rows in (train, held, final):
             if rows is not None: rows.close()
@@ -310,7 +315,7 @@ def lessons_of(run: ContinualRun) -> list[TaskData]: # empty where nothing is tr
     "What is trained one after another: tasks, tasks with rows kept of those before them, or all at once."
     tasks, listed = [run.data[n] for n in run.order], [run.data[t.name] for t in run.stream.tasks]
     if run.config.protocol == "zero_shot": return []
-    if run.config.protocol == "joint": return [replace(listed[0], task=replace(listed[0].task, name=ALL_TASKS, instruction=""), train=MixedRows(d.train for d in listed))]
+    if run.config.protocol == "joint": return [replace(listed[0], task=replace(listed[0].task, name=ALL_TASKS), train=MixedRows(d.train for d in listed), told="")]
     return [replace(d, train=MixedRows([d.train, *run.kept[:i]])) for i, d in enumerate(tasks)] if run.kept else tasks
 
 def lesson_steps(
@@ -335,7 +340,7 @@ def run_task(
     if state is None:
         torch.manual_seed(mixed_seed(run.config.seed, "task", i))
         if run.initial: adapter.reset(run.initial)
-        adapter.hooks.on_task_start(TaskContext(own.task.name, i, n_steps, own.make_loader(), own.task.instruction))
+        adapter.hooks.on_task_start(TaskContext(own.task.name, i, n_steps, own.make_loader(), own.told))
     train_task(adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step)
     adapter.hooks.on_task_end(own.make_loader())
     for d in run.data.values(): d.train.close()
@@ -434,7 +439,7 @@ def evaluate_backbone(run: ContinualRun) -> None:
 def final_tasks(run: ContinualRun) -> list[EvaluationTask]: # in the order trained
     "The rows on which each task is evaluated last."
     data, e = [run.data[n] for n in run.order], run.config.evaluation
-    return [evaluation_task(d.task, d.final, e["max_new_tokens"]) if e["final_eval_rows"] else d.evaluation for d in data]
+    return [evaluation_task(d.task, d.final, e["max_new_tokens"], marks_instruction(run.config.instructions)) if e["final_eval_rows"] else d.evaluation for d in data]
 
 def evaluate_final(run: ContinualRun) -> None:
     "Evaluate all tasks on the rows of the last evaluation, once."
@@ -499,12 +504,16 @@ def world_of(run: ContinualRun) -> dict:
     if c.chat_template: settings["chat_template"] = hashlib.sha256(repr(run.tokenizer.chat).encode()).hexdigest()
     if c.allow_code_execution: settings["code_execution"] = asdict(Limits())
     settings |= {k: v for k, v, plain in (("quantisation", c.quantisation, "none"), ("dtype", c.dtype, "auto"), ("final_eval_rows", e["final_eval_rows"], None)) if v != plain}
+    base = dict(settings)
+    settings |= instructions_setting(run.stream, c.instructions, c.stream)
     out = dict(stream=run.stream.name, source=c.source, world=run.stream.world, backbone=run.backbone, evaluation=settings)
     if c.source == "mini":
         from himalaya_hest.mini_world import WORLD_VERSION
         out["world_version"] = WORLD_VERSION
     if read := {t.name: r for t in run.stream.tasks if (r := run.source.revisions(t))}: out["revisions"] = read
-    return out | dict(digest=world_digest(run.stream, run.source, run.backbone, settings, c.cache_dir))
+    digest = lambda of: world_digest(run.stream, run.source, run.backbone, of, c.cache_dir)
+    if c.instructions != "own": out |= dict(instructions=c.instructions, base_digest=digest(base))
+    return out | dict(digest=digest(settings))
 
 def task_info(run: ContinualRun) -> list[dict]: # per task, in the order trained
     "What tables say about each task."
@@ -599,7 +608,8 @@ def _same_input(record, config):
     "Refuse to show a finished run whose stream file or data have changed since."
     stream, world = stream_of(config), record["world"]
     source = get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
-    if world_digest(stream, source, world["backbone"], world["evaluation"], config.cache_dir) != world["digest"]:
+    worded = instructions_setting(stream, config.instructions, config.stream).get("instructions") == world["evaluation"].get("instructions")
+    if not worded or world_digest(stream, source, world["backbone"], world["evaluation"], config.cache_dir) != world["digest"]:
         raise ValueError(f"run {config.run_id} is finished, but its stream file or its data have changed since: give another run_id, or overwrite=True to run it again")
 
 # %% ../nbs/46_continual.ipynb #d63fa93b
