@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python bench/claims.py                        # all parts, about ten minutes on two cores
     OMP_NUM_THREADS=1 python bench/claims.py norms flops package    # some of them; the others stay as they are in the record
+    OMP_NUM_THREADS=1 python bench/claims.py norms --forms default  # some forms of the method, likewise
 
 norms     HIMALAYA through a stream, one run a form: norms of the stored atoms after every task, of ΔW (or r) on every evaluated prompt at the end, both
           computed from the packed state after a round trip through its bytes; atoms open on a prompt. What is evaluated in between is left out: it changes nothing.
@@ -17,7 +18,6 @@ import copy
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -128,15 +128,16 @@ def trained(preset, parts, n_tasks, stream, folder):
 
 
 def norms(args):
-    out = {}
-    for name, (preset, parts, n_tasks) in FORMS.items():
+    from himalaya_hest.continual import code_version
+    out = json.loads(args.out.read_text(encoding="utf-8")).get("norms", {}).get("forms", {}) if args.out.exists() else {}
+    for name, (preset, parts, n_tasks) in ((n, FORMS[n]) for n in FORMS if n in args.forms):
         with tempfile.TemporaryDirectory() as folder:
             run, points, _ = trained(preset, parts, n_tasks, args.stream, folder)
             core = run.adapter.tuner.core()
             shares = sorted(run.position.scores[-1].items())
             core.load_state_dict(packed_twin(core).state_dict())
             n_open, tokens, sizes = at_the_end(run)
-            out[name] = dict(tasks=len(run.order), world=run.world["digest"], seed=run.config.seed, prompts=len(n_open), bits=core.parts.atom_bits,
+            out[name] = dict(git=code_version()["git"], gamma=core.dictionary.gamma, learning_rate=run.config.training["learning_rate"], tasks=len(run.order), world=run.world["digest"], seed=run.config.seed, prompts=len(n_open), bits=core.parts.atom_bits,
                 largest=[round(a, 5) for a, _ in points], smallest=[round(b, 5) for _, b in points], final_score=float(np.mean([s["score"] for _, s in shares])),
                 size=dict(of="r" if preset != "default" else "ΔW / γ", largest=float(sizes.max()), mean=float(sizes.mean())),
                 open=dict(mean=float(n_open.mean()), a_token=float((n_open * tokens).sum() / tokens.sum()), largest=int(n_open.max()), counts={int(k): int(v) for k, v in sorted(Counter(n_open.tolist()).items())},
@@ -225,10 +226,11 @@ def flops(args):
     return out
 
 
-ONE = """import json, resource, sys
+ONE = """import json, re, sys
 from himalaya_hest.continual import run_continual
 r = run_continual(json.loads(sys.argv[1]), quiet=True)
-print(json.dumps(dict(mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, state_mb=r["summary"]["adapter_mb"])))"""
+peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read()) # Linux; ru_maxrss would be the parent's where that is larger
+print(json.dumps(dict(mb=int(peak[1]) / 1e3, state_mb=r["summary"]["adapter_mb"])))"""
 
 
 def memory(args):
@@ -267,6 +269,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["norms", "flops", "memory", "package"], help="norms, flops, memory, package; none: all")
     parser.add_argument("--stream", default="mini25")
+    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS), help="forms for norms; default: all")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     if unknown := set(args.parts) - {"norms", "flops", "memory", "package"}: parser.error(f"unknown part {sorted(unknown)[0]!r}: norms, flops, memory or package")
@@ -277,7 +280,7 @@ def main():
         record = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
         record[part] = dict(command="OMP_NUM_THREADS=1 python bench/claims.py " + " ".join([part] + (["--stream", args.stream] if args.stream != "mini25" else []))) | found | dict(versions=versions(), code_version=code_version())
         args.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"{args.out}, {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB at most", flush=True)
+    print(args.out, flush=True)
 
 
 if __name__ == "__main__": main()

@@ -9,6 +9,7 @@ __all__ = ['ITSELF', 'HELD', 'NOT_HELD', 'NOT_TESTABLE', 'NOT_RUN', 'LILAC', 'CO
            'code', 'kept_of_data', 'privacy', 'findings', 'claims_table', 'verdict_counts', 'main']
 
 # %% ../nbs/45e_claims.ipynb #2185db99
+import functools
 import json
 import math
 import sys
@@ -182,7 +183,7 @@ def forgetting_chart(
         axes.scatter(lost, [y] * len(lost), s=22, facecolor="white", edgecolor="#8a8f98", linewidth=.9, zorder=2, label="one (seed, order) pair")
         if low == low: axes.plot([low, high], [y, y], color=DARK, linewidth=2, zorder=3, label="95 % interval of the mean (BCa)")
         axes.scatter([np.mean(lost)], [y], marker="D", s=28, color=DARK, zorder=4, label="mean")
-        axes.annotate(f"{np.mean(lost):.3f}", (np.mean(lost), y), (8, 6), textcoords="offset points", ha="left", fontsize=7.5)
+        axes.annotate(f"{np.mean(lost):.3f}", (np.mean(lost), y), (14, 6), textcoords="offset points", ha="left", fontsize=7.5)
     axes.axvline(limit, color="black", linestyle="--", linewidth=.8, zorder=1, label=f"limit of claim 1: {limit}")
     axes.set_yticks(range(len(rows)), [textwrap.fill(f"{m}  (n = {len(lost)})", 34) for m, lost in rows], fontsize=8)
     axes.set_ylim(len(rows) - .4, -.8)
@@ -193,6 +194,7 @@ def forgetting_chart(
     return Chart("forgetting", figure)
 
 # %% ../nbs/45e_claims.ipynb #339b0db5
+@functools.cache
 def at_large_scale(
     preset: str = "default",
 ): # registry.Adapter on meta tensors
@@ -238,6 +240,15 @@ def latency(e: Evidence) -> list[Finding]:
 # %% ../nbs/45e_claims.ipynb #ee7e0d62
 NORM_LIMIT = 1.05
 
+def _other_settings(e, form):
+    "What a measurement of the default was made with, where the comparison's runs had something else."
+    runs = e.of("himalaya")
+    if not runs or "gamma" not in form: return ""
+    c = next(iter(runs.values()))["config"]
+    pairs = [("γ", form["gamma"], c.get("adapter_config", {}).get("gamma", 4.)), ("learning rate", form["learning_rate"], c.get("training", {}).get("learning_rate"))]
+    differ = [f"{what} {ours:.4g}, not {theirs:.4g}" for what, ours, theirs in pairs if theirs is not None and ours != theirs]
+    return f"measured with {', '.join(differ)} as in the comparison" if differ else ""
+
 def norms(e: Evidence) -> list[Finding]:
     "Claim 4, on the forms that bench/claims.py ran."
     part, out = e.measured.get("norms", {}), []
@@ -250,7 +261,8 @@ def norms(e: Evidence) -> list[Finding]:
         if x := form(name):
             f.figure = max(x["largest"]) if what == "largest" else x["size"]["largest"]
             f.here, f.command = HELD if f.figure <= NORM_LIMIT else NOT_HELD, part["command"]
-            f.n, f.told = (x["tasks"], f"largest after any of n tasks; {x['bits']} bits") if what == "largest" else (x["prompts"], f"largest {x['size']['of']} over n prompts and all sites, mean {x['size']['mean']:.3f}")
+            f.n, told = (x["tasks"], f"largest after any of n tasks; {x['bits']} bits") if what == "largest" else (x["prompts"], f"largest {x['size']['of']} over n prompts and all sites, mean {x['size']['mean']:.3f}")
+            f.told = _joined(told, _other_settings(e, x) if name.startswith("default") else "")
         out.append(f)
     return out
 
@@ -311,7 +323,7 @@ def code(e: Evidence) -> list[Finding]:
     shell = p.get("lines", {}).get("all", {}).get("shell", {}).get("code")
     whole, needed = lines.get("all"), lines.get("default")
     add("6a", "The method is at most 400 lines of plain PyTorch, all options included", whole, p and whole <= 400, f"the PEFT shell, {shell} lines, apart", unit="lines")
-    add("6b", "… what the default needs of it", needed, p and needed <= 400, "functions that run in a stream of two tasks", unit="lines")
+    add("6b", "… what the default needs of it", needed, p and needed <= 400, "functions that run in a stream of two tasks, without the file of the packed state", unit="lines")
     add("6c", "Installable with pip", sum(p.get("files", {}).values()), bool(p.get("wheel")), "files in the wheel that pip built", unit="files")
     native = {k: n for k, n in p.get("files", {}).items() if k in (".cu", ".cuh", ".cpp", ".cc", ".c", ".so", ".pyx")}
     add("6d", "No custom CUDA", sum(native.values()) + len(p.get("kernels", ())), not native and not p.get("kernels"), "files of compiled languages in the wheel, and modules that build or load kernels", unit="files")
