@@ -239,11 +239,12 @@ def _short(v): return f"{v:.3g}" if isinstance(v, float) else str(v)
 # %% ../nbs/45d_search.ipynb #27102d74
 def finalists(
     study, # optuna.Study
-    n: int, # at most
+    n: int, # beside the start
 ) -> list: # optuna.FrozenTrial, the best first
-    "The best trials that ended."
+    "The best trials that ended, and the first trial."
     import optuna
-    return sorted(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)), key=lambda t: -t.value)[:n]
+    ended = sorted(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)), key=lambda t: -t.value)
+    return ended[:n] + [t for t in ended[n:] if t.number == 0]
 
 def _finals(study, config, run, place, quiet):
     "AUC of each finalist over the further pairs; a run of another worker is left to that worker, and waited for at the end."
