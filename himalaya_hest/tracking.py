@@ -119,6 +119,7 @@ class NoTracker:
     def stop(self) -> None: pass
     def told(self) -> dict: return dict(mode="off", id=None, url=None)
 
+# %% ../nbs/45c_tracking.ipynb #02910170
 class WandbTracker:
     "A run of W&B, online or offline."
     def __init__(self,
