@@ -67,8 +67,9 @@ class OLoraHooks(StreamHooks):
             bound = a.fresh.shape[1] ** -.5 # LoRA's start: Kaiming uniform with a = √5
             a.fresh.copy_((2 * torch.rand(a.fresh.shape, generator=gen) - 1) * bound); b.fresh.zero_()
         if full := [a for a, _ in self.pairs if sum(a.weight.shape[:1]) > a.fresh.shape[1]]:
-            warnings.warn(f"O-LoRA, task {task.name!r}: {len(full)} of {len(self.pairs)} sites have {len(full[0].weight)} rows of A for {full[0].fresh.shape[1]} input dimensions, so this task's "
-                          "cannot be orthogonal to all earlier ones. A smaller r leaves room for more tasks")
+            r, width = full[0].fresh.shape
+            warnings.warn(f"O-LoRA, task {task.name!r}: {len(full)} of {len(self.pairs)} sites have {len(full[0].weight)} rows of A for {width} input dimensions, so this task's "
+                          f"cannot be orthogonal to all earlier ones: rank {r} has room for {width // r} tasks there. A smaller r leaves room for more tasks")
     def extra_loss(self, model, batch):
         terms = [self.orthogonality * orthogonality_loss(self.pairs)] if self.orthogonality and len(self.pairs[0][0].frozen) else []
         if self.norm: terms.append(self.norm * norm_loss(self.pairs))
