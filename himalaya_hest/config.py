@@ -57,11 +57,11 @@ class TrainingParameters:
     warmup_ratio: float | None = None # share of a task's steps; None: the adapter's default
     adam_beta1: float | None = None # of AdamW's mean; None: the adapter's default
     adam_beta2: float | None = None # of its mean square; None: the adapter's default
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    num_train_epochs: int = 1
+    per_device_train_batch_size: int = 8 # rows of a micro-batch
+    gradient_accumulation_steps: int = 1 # micro-batches of an optimiser step
+    num_train_epochs: int = 1 # times that each row is seen
     max_steps: int = -1 # optimiser steps a task; -1: as the rows give
-    max_grad_norm: float = 1.
+    max_grad_norm: float = 1. # gradients are clipped to this norm
     max_length: int | None = None # tokens of prompt and target; None: the smaller of 1024 and the model's context
     max_train_rows: int | None = None # None: as the scale says; a task's own cap holds as well
     label_noise: float | None = None # share of replaced training labels, in tasks that take noise; None: as the task says
@@ -234,7 +234,7 @@ def _check_places(cfg):
     if cfg.source == "local" and not Path(cfg.data_dir).expanduser().is_dir(): raise ValueError(f"parameter data_dir = {cfg.data_dir!r} is no folder that exists.")
 
 # %% ../nbs/41_config.ipynb #82c4be56
-BOUND_TO_TASKS = ("himalaya", "lora-bank", "olora", "gpm-lora") # something of each begins or ends with a task
+BOUND_TO_TASKS = ("himalaya", "lora-bank", "lora-masked", "olora", "gpm-lora") # something of each begins or ends with a task
 
 def _check_protocol(cfg, method, with_ewc):
     "Refuse adapters that need tasks where there are none, and a share of rows where none are kept."
