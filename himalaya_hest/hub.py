@@ -6,8 +6,8 @@
 __all__ = ['log', 'ELSEWHERE', 'BUSY', 'NO_ROOM', 'NOT_OURS', 'PLAIN', 'NUMBER', 'POOL_ROWS', 'POOL_BYTES', 'POOL_GROUPS',
            'hub_place', 'folder_name', 'disk_error', 'hub_error', 'ask_hub', 'Snapshot', 'ask_snapshot', 'split_files',
            'download', 'write_rows', 'parquet_tables', 'other_tables', 'HubRows', 'pool_groups', 'cap_of', 'Files',
-           'files_of', 'SplitFetch', 'remote_parquet', 'reading', 'make_part', 'write_json', 'read_json', 'open_rows',
-           'check_columns', 'checked_repo', 'alone', 'HubSource', 'split_work', 'fetch_once', 'get_source']
+           'files_of', 'SplitFetch', 'remote_parquet', 'reading', 'make_part', 'open_rows', 'check_columns',
+           'checked_repo', 'alone', 'HubSource', 'split_work', 'fetch_once', 'get_source']
 
 # %% ../nbs/08c_hub.ipynb #e6a5531c
 import bisect
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from uuid import uuid4
 
-from .sources import ArrowRows, LocalSource, MiniSource, Source, digest_of
+from .sources import ArrowRows, LocalSource, MiniSource, Source, digest_of, load_json, save_json
 from .tasks import SOURCES, Task, nearest, parse_template, split_rows
 
 log = logging.getLogger("himalaya_hest")
@@ -392,11 +392,11 @@ class SplitFetch:
         for i, (config, name) in enumerate(self.files.names):
             path, about = self.folder / f"{i:05}.arrow", self.folder / f"{i:05}.json"
             log.info("hub data set %s: %s, file %s of %s", self.snapshot.repo, name, i + 1, len(self.files.names))
-            done = read_json(about) if path.is_file() else None
-            if done is None: write_json(about, done := make_part(self, path, name, first, groups[i]))
+            done = load_json(about) if path.is_file() else None
+            if done is None: save_json(about, done := make_part(self, path, name, first, groups[i]))
             parts.append(dict(config=config, file=path.name, name=name, n_rows=done["n_rows"]))
             first += done["n_published"]
-        write_json(self.folder / "rows.json", dict(repo=self.snapshot.repo, revision=self.snapshot.revision, commit=self.snapshot.commit,
+        save_json(self.folder / "rows.json", dict(repo=self.snapshot.repo, revision=self.snapshot.revision, commit=self.snapshot.commit,
                                                    n_published=first - 1, in_part=None not in groups, parts=parts))
 
 # %% ../nbs/08c_hub.ipynb #140dfed2
@@ -444,25 +444,6 @@ def make_part(
     except ValueError: local.unlink(); raise # it may have been damaged on its way, so the next run asks for it again
     local.unlink()
     return dict(n_rows=n_rows, n_published=n_rows)
-
-# %% ../nbs/08c_hub.ipynb #b696e2d3
-def write_json(
-    path: Path, # the file to make
-    data: dict, # plain data
-) -> None:
-    "Write a JSON file under a temporary name, then rename it."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")
-    try:
-        partial.write_text(json.dumps(data, indent=1), encoding="utf-8")
-        os.replace(partial, path)
-    finally: partial.unlink(missing_ok=True)
-
-def read_json(path: Path) -> dict | None: # None where it is missing or damaged
-    "What `write_json` wrote."
-    try: data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError): return None
-    return data if isinstance(data, dict) else None
 
 # %% ../nbs/08c_hub.ipynb #15078ff2
 def open_rows(
@@ -542,8 +523,8 @@ class HubSource(Source):
         path = self.folder(task) / f"{re.sub(r'[^A-Za-z0-9.]+', '-', asked)[:60]}-{digest_of(asked)[:8]}.json"
         if not path.is_file():
             with alone(self, task):
-                if not path.is_file(): self.ask(task, lambda: write_json(path, asdict(ask_snapshot(task, self.timeout_s))))
-        try: return Snapshot(**(read_json(path) or {}))
+                if not path.is_file(): self.ask(task, lambda: save_json(path, asdict(ask_snapshot(task, self.timeout_s))))
+        try: return Snapshot(**(load_json(path) or {}))
         except TypeError: raise ValueError(f"{hub_place(task)}: the file '{path}' is damaged; delete it, and the hub is asked again") from None
     def revisions(self, task: Task) -> dict[str, str]:
         "Repository, revision asked and commit read, for the record of a run."

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['spread', 'RowView', 'Source', 'LocalSource', 'MiniSource', 'files_digest', 'mini_world_digest', 'examples_of',
            'with_label_noise', 'digest_of', 'tokenizer_digest', 'code_digest', 'in_chunks', 'encoded_chunks',
-           'write_arrow', 'ArrowRows', 'open_arrow', 'SplitDigest', 'note_path', 'read_note', 'materialise',
-           'DataWarning', 'noise_rate', 'cut_counts', 'world_digest', 'split_note']
+           'write_arrow', 'ArrowRows', 'open_arrow', 'SplitDigest', 'save_json', 'load_json', 'note_path', 'read_note',
+           'materialise', 'DataWarning', 'noise_rate', 'cut_counts', 'world_digest', 'split_note']
 
 # %% ../nbs/08b_sources.ipynb #6a8a94bc
 import hashlib
@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
+from uuid import uuid4
 
-from .batching import TaskLoader, encode, encode_all, start_ids
+from .batching import encode, encode_all, start_ids
 from .readers import bytes_digest, find_split, open_split
 from .tasks import WORLDS, Example, Stream, Task, deciding_fields, language_of, nearest, split_rows
 
@@ -308,6 +308,26 @@ class SplitDigest:
 def _world_fields(task):
     return {k: v for k, v in deciding_fields(task).items() if k != "label_noise"}
 
+# %% ../nbs/08b_sources.ipynb #48138066
+def save_json(
+    path: Path, # the file to make
+    data: dict, # plain data
+) -> dict: # the same
+    "Write a JSON file under a temporary name, then rename it."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")
+    try:
+        partial.write_text(json.dumps(data, indent=1), encoding="utf-8")
+        os.replace(partial, path)
+    finally: partial.unlink(missing_ok=True)
+    return data
+
+def load_json(path: Path) -> dict | None: # None where it is missing or damaged
+    "What `save_json` wrote."
+    try: data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError): return None
+    return data if isinstance(data, dict) else None
+
 # %% ../nbs/08b_sources.ipynb #b9a104df
 def note_path(
     task: Task, # whose rows
@@ -324,16 +344,8 @@ def read_note(
     path: Path, # from `note_path`
 ) -> dict | None: # rows, digest
     "What is known of a split, or None."
-    try: note = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError): return None
-    return note if isinstance(note, dict) and note.keys() == {"rows", "digest"} else None
-
-def _write_note(path, note):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    partial.write_text(json.dumps(note), encoding="utf-8")
-    os.replace(partial, path)
-    return note
+    note = load_json(path)
+    return note if note is not None and note.keys() == {"rows", "digest"} else None
 
 # %% ../nbs/08b_sources.ipynb #da1c2d7e
 def materialise(
@@ -361,7 +373,7 @@ def materialise(
         if rate: examples = with_label_noise(task, examples, rate, noise_seed)
         write_arrow(path, encoded_chunks(examples, tokenizer, max_length, task.max_new_tokens))
         if note_path(task, source, split, max_rows, cache_dir) != place: _changed(path, source, task, split)
-        rows = open_arrow(path, _write_note(place, digest.note())["rows"])
+        rows = open_arrow(path, save_json(place, digest.note())["rows"])
     _same_targets(rows, source, task, split)
     return rows
 
@@ -429,4 +441,4 @@ def split_note(
     if path is not None and (note := read_note(path)): return note
     digest = SplitDigest(task, split)
     for _ in examples_of(task, source, split, source.numbered_rows(task, split, max_rows), digest): pass
-    return digest.note() if path is None else _write_note(path, digest.note())
+    return digest.note() if path is None else save_json(path, digest.note())
