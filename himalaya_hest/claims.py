@@ -6,7 +6,8 @@
 __all__ = ['ITSELF', 'HELD', 'NOT_HELD', 'NOT_TESTABLE', 'NOT_RUN', 'LILAC', 'COLTAS', 'NORM_LIMIT', 'KEPT', 'CLAIMS', 'Evidence',
            'read_evidence', 'Finding', 'shown_figure', 'judge', 'compare', 'metric_names', 'final_score', 'comparisons',
            'scores', 'forgetting_chart', 'at_large_scale', 'storage', 'latency', 'norms', 'norm_chart', 'operations',
-           'code', 'kept_of_data', 'privacy', 'findings', 'claims_table', 'verdict_counts', 'main']
+           'code', 'kept_of_data', 'privacy', 'findings', 'claims_table', 'verdict_counts', 'difference_told',
+           'who_wins', 'main']
 
 # %% ../nbs/45e_claims.ipynb #2185db99
 import functools
@@ -220,6 +221,7 @@ def storage(e: Evidence) -> list[Finding]:
             b.told = _joined(b.told, f"growth from the first task to the last; at d = 4096 from {at[0]:.2f} to {at[1]:.2f} MB with the slots of the first pair; bounded, since growth stops at K slots")
     return [a, b]
 
+# %% ../nbs/45e_claims.ipynb #c45bb73c
 def latency(e: Evidence) -> list[Finding]:
     "Claim 3, time and memory."
     a, b = Finding("3c", "Peak latency on a Raspberry Pi 4 is at most 7 % higher", unit="%"), Finding("3d", "Others cost 20 % or more", unit="%")
@@ -392,6 +394,36 @@ def verdict_counts(
     count = lambda which, v: sum(getattr(f, which) == v for f in found)
     return Table(f"{len(found)} parts of claims", ["verdict", "here: mini world", "founding scale"], [[v, count("here", v), count("founding", v)] for v in (HELD, NOT_HELD, NOT_TESTABLE, NOT_RUN)])
 
+# %% ../nbs/45e_claims.ipynb #55547817
+def difference_told(
+    ours: dict, # (seed, order_seed) → record
+    theirs: dict,
+    metric: str = "retained_accuracy_auc",
+) -> str:
+    "The paired difference in words, with its interval where there is one."
+    pairs = sorted(ours.keys() & theirs.keys())
+    d = np.array([ours[p]["summary"][metric] - theirs[p]["summary"][metric] for p in pairs])
+    if not len(d): return "not compared within pairs"
+    low, high = bca_interval(d)
+    told = f"by {abs(d.mean()):.3f} on average" if d.mean() else "the same on average"
+    if math.isnan(low): return f"{told} (n = {len(d)}: no interval)"
+    return f"{told} (95 % of the difference {low:+.3f} to {high:+.3f}, n = {len(d)}{'' if low > 0 or high < 0 else ', so the two cannot be told apart'})"
+
+def who_wins(
+    e: Evidence,
+    control: str = "lora-bank", # byte-matched
+) -> str: # Markdown
+    "The highest AUC first, whosever it is, then HIMALAYA against it and against the control."
+    auc = {m: float(np.mean([r["summary"]["retained_accuracy_auc"] for r in runs.values()])) for m, runs in e.runs.items() if not m.endswith(")")}
+    ours = e.of("himalaya")
+    if not ours: return "The comparison was not run yet."
+    best = max(auc, key=auc.get)
+    if best == "himalaya": out = [f"On the mini world **HIMALAYA has the highest AUC** of {len(auc)} methods: {auc[best]:.3f}."]
+    else: out = [f"On the mini world **{best} wins**: AUC {auc[best]:.3f} against HIMALAYA's {auc['himalaya']:.3f}; HIMALAYA is behind within pairs {difference_told(ours, e.runs[best])}."]
+    if control != best and (theirs := e.of(control)):
+        out.append(f"The byte-matched control, {control}, has {auc[control]:.3f}; HIMALAYA is {'ahead of' if auc['himalaya'] > auc[control] else 'behind'} it {difference_told(ours, theirs)}.")
+    return " ".join(out)
+
 # %% ../nbs/45e_claims.ipynb #f4122b0c
 def main(
     arguments: list, # of the command line: the folder of the records, and the comparison's folder in it
@@ -400,8 +432,9 @@ def main(
     if not 1 <= len(arguments) <= 2 or not Path(arguments[0]).is_dir():
         print("usage: python -m himalaya_hest.claims RECORDS [FOLDER], where RECORDS is a folder of committed records (nbs/records) and FOLDER the comparison in it (main)", file=sys.stderr)
         return 2
-    found = findings(read_evidence(*arguments))
-    print(claims_table(found), verdict_counts(found), sep="\n\n")
+    e = read_evidence(*arguments)
+    found = findings(e)
+    print(who_wins(e), claims_table(found), verdict_counts(found), sep="\n\n")
     return 0
 
 # %% ../nbs/45e_claims.ipynb #9e20b2ac
