@@ -48,6 +48,7 @@ from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapte
 from .search import GivenUp, search, with_setting
 from .sources import DataWarning, cut_counts, materialise, tokenizer_digest, world_digest
 from .tasks import Stream, Task, load_stream, mixed_seed, scored_as, task_order
+from .tracking import NoTracker, ScrubbedFormatter, check_secrets, check_tracker, is_mirrored, mirror, open_tracker, scrub
 from .training import TaskState, steps_of_task, train_task
 
 log = logging.getLogger("himalaya_hest")
@@ -218,7 +219,7 @@ class ContinualRun:
     def __init__(self, config: RunConfig, quiet: bool = False, hooks: tuple = (), on_task: Callable | None = None):
         self.config, self.quiet, self.on_task = config, quiet, on_task or (lambda n, retained: None)
         self.folder = Path(config.results_dir)/config.run_id
-        self.position, self.started = Position(), time.monotonic()
+        self.position, self.started, self.tracker = Position(), time.monotonic(), NoTracker()
         self.stream = stream_of(config)
         self.sandbox = sandbox_found(config)
         self.source = get_source(config.source, config.data_dir or None, self.stream.world, config.cache_dir)
@@ -372,6 +373,7 @@ def _finish_task(run, life):
     retained = float(np.mean([s["score"] for s in scores.values()])) if p.task + 1 in run.schedule else None
     p.scores.append(scores)
     p.history.append(dict(step=p.global_step, task=name, val_retained_accuracy=retained, just_learned=scores[name]["score"]))
+    run.tracker.log(p.history, p.scores)
     p.life = life
     p.kept_bytes += [None] * (p.task - len(p.kept_bytes)) + [_kept_bytes(run)]
     p.task, p.trained = p.task + 1, False
@@ -395,6 +397,7 @@ def _finish_joint(run):
     evaluate_all(run)
     p, retained = run.position, float(np.mean([s["score"] for s in run.position.scores[-1].values()]))
     p.history.append(dict(step=p.global_step, task=ALL_TASKS, val_retained_accuracy=retained))
+    run.tracker.log(p.history, p.scores)
     p.kept_bytes, p.trained = [sum(adapter_bytes(run.adapter).values())] * len(run.order), False
     save_run(run)
     log.info("all tasks at once: %.3f", retained)
@@ -414,7 +417,9 @@ def train_stream(run: ContinualRun) -> None:
     def on_step(s):
         nonlocal saved
         run.position.global_step += 1; bar.update()
-        if s.step % 10 == 0 or s.step == steps[run.position.task]: run.position.history.append(dict(step=run.position.global_step, task=run.lessons[run.position.task].task.name, train_loss=s.loss))
+        if s.step % 10 == 0 or s.step == steps[run.position.task]:
+            run.position.history.append(dict(step=run.position.global_step, task=run.lessons[run.position.task].task.name, train_loss=s.loss))
+            run.tracker.log(run.position.history, run.position.scores)
         if time.monotonic() - saved > run.config.training["checkpoint_interval_s"]: save_run(run, s); saved = time.monotonic()
     while run.position.task < len(run.lessons):
         if not run.position.trained:
@@ -550,7 +555,7 @@ def _logged(folder):
         log.warning("%s: %s", category.__name__, message)
         if issubclass(category, DataWarning): show(message, category, *args, **kw)
     warnings.showwarning = log_warning
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(ScrubbedFormatter("%(asctime)s %(levelname)s %(message)s"))
     level = log.level
     log.addHandler(handler); log.setLevel(logging.INFO)
     states = random_states()
@@ -586,16 +591,26 @@ def run_continual(
         plan = make_plan(given | dict(hooks=_hook_names(given, hooks)))
         print(plan_text(plan))
         return dict(plan=plan_numbers(plan))
-    config, found = _searched(resolve(given | dict(hooks=_hook_names(given, hooks))), quiet)
+    asked = resolve(given | dict(hooks=_hook_names(given, hooks)))
+    _check_mirror(asked, given)
+    config, found = _searched(asked, quiet)
     finished = Path(config.results_dir)/config.run_id/"record.json"
     if finished.exists() and not config.overwrite:
         claim_folder(config)
         record = json.loads(finished.read_text(encoding="utf-8"))
         _same_input(record, config)
         print(f"{finished} is there already and is shown; overwrite=True runs it again.")
-        return record
+        if is_mirrored(record, config): return record
+        with _logged(finished.parent): return mirror(record, config, finished.parent)
     folder = claim_folder(config)
     with _logged(folder): return _run(config, folder, found, quiet, hooks, on_task)
+
+def _check_mirror(config, given):
+    "Before anything runs: no secret among the parameters, and a tracker that can be opened, where something is left to be sent."
+    check_secrets(config)
+    if (tracker := given.get("tracker") or "off") != config.tracker: print(f"mode 'trial' has no tracker: {tracker!r} is off")
+    finished = Path(config.results_dir)/config.run_id/"record.json"
+    if config.overwrite or not finished.exists() or not is_mirrored(json.loads(finished.read_text(encoding="utf-8")), config): check_tracker(config)
 
 def _searched(config, quiet):
     "The config with the best setting of its search in place, and the search's record, where it asks for one."
@@ -614,18 +629,31 @@ def _same_input(record, config):
 
 # %% ../nbs/46_continual.ipynb #d63fa93b
 def _run(config, folder, found, quiet, hooks, on_task):
+    tracker = open_tracker(config, folder)
+    try: record = _recorded(config, folder, found, quiet, hooks, on_task, tracker)
+    except BaseException: tracker.stop(); raise
+    if tracker.mode == "off": return record
+    tracker.finish(record)
+    return _write_record(folder, record | dict(tracker=tracker.told()))
+
+def _write_record(folder, record):
+    write_atomic(folder/"record.json", scrub(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)) + "\n")
+    return record
+
+def _recorded(config, folder, found, quiet, hooks, on_task, tracker):
     from accelerate import Accelerator
     log.info("run %s: adapter %s, preset %s, protocol %s", config.run_id, config.adapter, config.preset, config.protocol)
     run = ContinualRun(config, quiet, hooks, on_task)
+    run.tracker = tracker
     run.accelerator = Accelerator(cpu=not torch.cuda.is_available())
     run.adapter.model.to(run.accelerator.device)
     if config.protocol == "zero_shot": evaluate_backbone(run)
     else: train_stream(run)
     evaluate_final(run)
-    record = make_record(run) | ({"search": found} if found else {})
+    record = make_record(run) | ({"search": found} if found else {}) | dict(tracker=tracker.told())
     if config.protocol not in ("single", "zero_shot"): run.adapter.model.save_pretrained(folder/"adapter", save_embedding_layers=False)
     write_predictions(run)
-    write_atomic(folder/"record.json", json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    _write_record(folder, record)
     shutil.rmtree(folder/"checkpoints", ignore_errors=True)
     log.info("finished in %.1f s: %s", record["summary"]["wall_s"], {k: record["summary"][k] for k in ("retained_accuracy_auc", "average_accuracy", "average_forgetting")})
     return record
