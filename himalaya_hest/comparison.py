@@ -11,6 +11,7 @@ __all__ = ['PRIMARY', 'SPREAD', 'PANELS', 'LOOKS', 'SHOWN_RUNS', 'zero_shot_scor
 import json
 import math
 import os
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -130,12 +131,11 @@ def _draw_band(axes, name, x, curves):
     mean, bands = curves.mean(0), np.array([spread(c) for c in curves.T])
     if len(curves) > 1: axes.fill_between(x, *bands.T, color="#9fb3c8", alpha=.75, linewidth=0, label=SPREAD)
     axes.plot(x, mean, color=DARK, linewidth=1.6, marker="o", markersize=2.5 if len(x) > 8 else 4, label="mean over pairs")
-    for k, where in ((0, "left"), (-1, "right")): axes.annotate(f"{mean[k]:.2f}", (x[k], mean[k]), (0, 6), textcoords="offset points", ha=where, fontsize=7)
+    for k, where in ((0, "left"), (-1, "right")): axes.annotate(f"{mean[k]:.2f}", (x[k], mean[k]), (0, 7), textcoords="offset points", ha=where, fontsize=7, bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.8))
     axes.set_title("\n".join(_wrapped(name)) + f"\nn = {len(curves)}, AUC {mean.mean():.3f}", fontsize=8)
 
 def _wrapped(name, width=34):
     "A method's name in lines of at most so many characters."
-    import textwrap
     return textwrap.wrap(name, width) or [name]
 
 def retained_bands(
@@ -150,11 +150,13 @@ def retained_bands(
     figure, grid = new_figure(2.7 * columns + .6, 2.35 * lines + .8, lines, columns)
     for axes, (name, c) in zip(grid.flat, curves.items()):
         plain_axes(axes)
-        for other in curves: axes.plot(x, curves[other].mean(0), color="#b4bac3", linewidth=.8, label="the other methods" if other != name else None, zorder=1) if other != name else None
+        for other, behind in curves.items():
+            if other != name: axes.plot(x, behind.mean(0), color="#b4bac3", linewidth=.8, label="the other methods", zorder=1)
         _draw_band(axes, name, x, c)
-        axes.set(xlim=(.4, x[-1] + .6), ylim=(0, 1.1))
-    for axes in grid.flat[len(curves):]: axes.set_visible(False)
-    figure.supxlabel("tasks trained", fontsize=9)
+        axes.set(xlim=(.4, x[-1] + .6), ylim=(0, 1.14))
+    for k, axes in enumerate(grid.flat):
+        if k >= len(curves): axes.set_visible(False)
+        elif k + columns >= len(curves): axes.set_xlabel("tasks trained", fontsize=8.5)
     figure.supylabel("mean score over all tasks seen (share of 1)", fontsize=9)
     legend = dict(zip(*grid.flat[0].get_legend_handles_labels()[::-1]))
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
@@ -213,11 +215,11 @@ def pair_chart(
         if len(v) >= FEWEST: axes.boxplot([v], positions=[y], orientation="horizontal", widths=.5, whis=(0, 100), manage_ticks=False, medianprops=dict(color=DARK, linewidth=1.6), boxprops=dict(color="#6b7280"), whiskerprops=dict(color="#6b7280"), capprops=dict(color="#6b7280"))
         axes.scatter(v, np.full(len(v), y), s=16, facecolor="white", edgecolor="#8a8f98", linewidth=.8, zorder=3, label="one (seed, order) pair")
         axes.scatter([np.mean(v)], [y], marker="D", s=26, color=MIDDLE, edgecolor="black", linewidth=.5, zorder=4, label="mean")
-        axes.annotate(f"{np.mean(v):.3f}", (np.mean(v), y), (0, 9), textcoords="offset points", ha="center", fontsize=7.5)
+        axes.annotate(f"{np.mean(v):.3f}", (max(v), y), (8, 0), textcoords="offset points", va="center", fontsize=7.5)
     axes.set_yticks(range(len(rows)), ["\n".join(_wrapped(name)) + f"  (n = {len(v)})" for name, v, _ in rows], fontsize=7.5)
     axes.set_ylim(len(rows) - .5, -.75)
-    axes.set_xlim(min(0, min(min(v) for _, v, _ in rows)), 1.03 * max(1e-9, max(max(v) for _, v, _ in rows)))
-    axes.set_xlabel(f"{label}; box: quartiles and median over pairs (n ≥ {FEWEST}), whiskers: smallest and largest", fontsize=8)
+    axes.set_xlim(min(0, min(min(v) for _, v, _ in rows)), 1.12 * max(1e-9, max(max(v) for _, v, _ in rows)))
+    axes.set_xlabel(f"{label}\nbox: quartiles and median over pairs (n ≥ {FEWEST}); whiskers: smallest and largest; figure: mean", fontsize=8)
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
     return Chart(f"pairs_{metric}", figure)
@@ -239,8 +241,8 @@ def comparison_tables(
     if primary_metric(records) != "retained_accuracy_auc": return [summary_table(records)]
     methods = by_pair(records).values()
     enough, few = ([r for runs in methods if (len(runs) >= MAIN_PAIRS) == big for r in runs.values()] for big in (True, False))
-    tables = [main_table(enough)] * bool(enough) + [exploratory_table(few)] * bool(few) if len(methods) < len(records) else []
-    return tables + [summary_table(records)] * (len(records) <= 12)
+    parts = [(main_table, enough), (exploratory_table, few)] if len(methods) < len(records) else []
+    return [table(rs) for table, rs in parts if rs] + [summary_table(records)] * (len(records) <= 12)
 
 def aggregate(
     records: list[dict], # of one world and one study

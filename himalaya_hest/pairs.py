@@ -46,7 +46,7 @@ def method_of(
     known, unsaid = searched(c["adapter"], preset), object()
     set_ = {k: v for k, v in (c.get("adapter_config") or {}).items() if known["adapter_config"].get(k, unsaid) != v}
     set_ |= {f"ewc {k}": v for k, v in (c.get("ewc") or {}).items() if (EWC_DEFAULTS | known["ewc"]).get(k, v) != v}
-    name = " ".join([c["adapter"]] + [preset] * (preset != "default")) + "".join(f", {k} {v}" for k, v in sorted(set_.items()))
+    name = " ".join([c["adapter"]] + [preset] * (preset != "default")) + "".join(f", {k} {'+'.join(map(str, v)) if isinstance(v, list) else v}" for k, v in sorted(set_.items()))
     if c.get("instructions", "own") != "own": name += f", instructions {c['instructions']}"
     if protocol == "replay": return name + f" (replay {c.get('replay_share', .01):.3g})"
     return name + (f" ({protocol.replace('_', '-')})" if protocol != "sequential" else "")

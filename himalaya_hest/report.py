@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from .continual_metrics import evaluated_rows, retained_accuracy
-from .records import byte_table, group_table, is_complete, same_world, score_array, summary_table, task_table
+from .records import byte_table, group_table, is_complete, score_array, summary_table, task_table
 
 # %% ../nbs/45_report.ipynb #64a532b6
 @dataclass(repr=False)
@@ -43,7 +43,6 @@ class Chart:
 
 # %% ../nbs/45_report.ipynb #7b3e64e0
 DARK, MIDDLE, LIGHT = "#16324f", "#d1762c", "#c9ced6" # luminance about .03, .27, .62: apart in grey too
-_LINES = [(DARK, "-", "o"), (MIDDLE, "--", "s"), ("#6b8f3a", "-.", "^"), ("#8a8f98", ":", "D"), ("#7a3b69", (0, (5, 1)), "v"), ("#3a8f8a", (0, (1, 1)), "P")]
 
 def new_figure(
     width: float, # inches
@@ -75,40 +74,26 @@ def _task_ticks(axes, names, axis="x"):
     else: axes.set_yticks(range(1, len(names) + 1), labels, fontsize=7)
 
 # %% ../nbs/45_report.ipynb #8ab5d958
-def _draw_single_curve(axes, record, x, curve):
-    "One run: a value at each evaluated point, just-learned scores and chance beside it."
-    every = np.arange(1, len(record["tasks"]) + 1)
+def retained_curve(
+    record: dict, # a run's record
+) -> Chart: # topic retained_accuracy
+    "Mean score over all tasks seen so far, where all were evaluated; just-learned scores and chance beside it. Raises ValueError for an incomplete matrix."
+    x = evaluated_rows(record["matrix"]) + 1
+    curve, every = retained_accuracy(record["matrix"])[x - 1], np.arange(1, len(record["tasks"]) + 1)
+    figure, ((axes,),) = new_figure(max(5., .33 * min(len(every), 25) + 1.2), 4.4)
+    plain_axes(axes)
     axes.plot(every, np.diag(score_array(record)), linestyle="none", marker="_", markersize=11, markeredgewidth=2.5, color="#9aa3af", label="score of the task just learned")
     axes.plot(x, curve, color=DARK, marker="o", markersize=4, label=f"retained accuracy (AUC {curve.mean():.3f})")
     for a, b in zip(x, curve): axes.annotate(f"{b:.2f}", (a, b), (0, 5), textcoords="offset points", ha="center", fontsize=6.5)
     chance = [{i["name"]: i.get("chance") for i in record.get("task_info") or []}.get(t) for t in record["tasks"]]
-    if all(c is not None for c in chance):
-        axes.plot(every, np.cumsum(chance) / every, color="black", linestyle=":", linewidth=1, label="chance")
+    if all(c is not None for c in chance): axes.plot(every, np.cumsum(chance) / every, color="black", linestyle=":", linewidth=1, label="chance")
     if len(every) <= 25: _task_ticks(axes, record["tasks"])
     else: axes.set_xticks(x)
+    axes.set(xlim=(.4, len(every) + .6), ylim=(0, 1.08))
     axes.set_xlabel("after training task", fontsize=9)
-
-# %% ../nbs/45_report.ipynb #45fe3670
-def retained_curve(
-    records: list[dict] | dict, # one record, or several of one world
-) -> Chart: # topic retained_accuracy
-    "Mean score over all tasks seen so far, where all were evaluated. Raises ValueError for differing worlds or an incomplete matrix."
-    records = same_world([records] if isinstance(records, dict) else list(records))
-    curves = [retained_accuracy(r["matrix"])[evaluated_rows(r["matrix"])] for r in records]
-    T, x = len(records[0]["tasks"]), evaluated_rows(records[0]["matrix"]) + 1
-    figure, ((axes,),) = new_figure(max(5., .33 * min(T, 25) + 1.2), 4.4)
-    plain_axes(axes)
-    if len(records) == 1: _draw_single_curve(axes, records[0], x, curves[0])
-    else:
-        for k, (r, c) in enumerate(zip(records, curves)):
-            color, style, marker = _LINES[k % len(_LINES)]
-            axes.plot(x, c, color=color, linestyle=style, marker=marker, markersize=3.5, label=f"{r['run_id']} (AUC {c.mean():.3f}, last {c[-1]:.3f})")
-        axes.set_xlabel("tasks trained", fontsize=9)
-    axes.set_xlim(.4, T + .6)
-    axes.set_ylim(0, 1.08)
     axes.set_ylabel("mean score over all tasks seen\n(share of 1)", fontsize=9)
-    axes.set_title(records[0]["run_id"] if len(records) == 1 else f"Retained accuracy of {len(records)} runs, each on its own", fontsize=9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3 if len(records) == 1 else 1, fontsize=7.5, frameon=False)
+    axes.set_title(record["run_id"], fontsize=9)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
     return Chart("retained_accuracy", figure)
 
 # %% ../nbs/45_report.ipynb #c41c4360
