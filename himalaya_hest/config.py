@@ -353,6 +353,7 @@ def resolve(
     cfg.run_id = cfg.run_id or default_run_id(cfg)
     return cfg
 
+# %% ../nbs/41_config.ipynb #1d87425a
 def _scaled(cfg):
     "Give what was left open the values of the scale."
     _check_choice("scale", cfg.scale)
@@ -367,6 +368,7 @@ def _resolve_tracker(cfg):
     for name in ("wandb_entity", "wandb_project"):
         if len(value := getattr(cfg, name)) > 128 or set(value) & set("/\\#?%: "): raise ValueError(f"parameter {name} = {value!r} must be a plain name of at most 128 characters, without spaces and /\\#?%:")
 
+# %% ../nbs/41_config.ipynb #99ef7ddd
 def _check_execution(cfg):
     "Refuse to run programs where none are, or where they cannot be run."
     if not cfg.allow_code_execution: return

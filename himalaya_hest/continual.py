@@ -605,6 +605,7 @@ def run_continual(
     folder = claim_folder(config)
     with _logged(folder): return _run(config, folder, found, quiet, hooks, on_task)
 
+# %% ../nbs/46_continual.ipynb #637cea45
 def _check_mirror(config, given):
     "Before anything runs: no secret among the parameters, and a tracker that can be opened, where something is left to be sent."
     check_secrets(config)
