@@ -94,6 +94,7 @@ def searched_defaults(
     found = _of_adapter(_searched(), adapter, preset, {})
     return {group: dict(found.get(group, {})) for group in ("training", "ewc", "adapter_config")}
 
+# %% ../nbs/40_registry.ipynb #bd50efd7
 def start_training(
     adapter: str, # name of an adapter, with or without "+ewc"
     preset: str = "default", # form of the method
