@@ -147,8 +147,8 @@ def grouped_table(
             rows.append((order, [g, len(names), m, len(runs), mean["AUC"], *bca_interval(auc), mean["just learned"], mean["final"], mean["forgotten"]]))
     few = any(len(runs) < FEWEST for runs in methods.values())
     columns = ["group", "tasks", "method", "n", "AUC", "95 % from", "to", "just learned", "final", "forgotten"]
-    title = f"{records[0]['config']['stream']}: groups of tasks{', exploratory' if few else ''}; means over n (seed, order) pairs, with the interval of the AUC over pairs"
-    return Table(title, columns, [row for _, row in sorted(rows, key=lambda x: (x[0], -(x[1][4] if x[1][4] is not None else -1)))])
+    title = f"{records[0]['config']['stream']}: groups of tasks{', exploratory' if few else ''}; means over n (seed, order) pairs" + (", with the interval of the AUC over pairs" if any(len(runs) >= FEWEST for runs in methods.values()) else "")
+    return _known_columns(title, columns, [row for _, row in sorted(rows, key=lambda x: (x[0], -(x[1][4] if x[1][4] is not None else -1)))])
 
 # %% ../nbs/44d_standings.ipynb #788f5315
 def _rebased(record):
