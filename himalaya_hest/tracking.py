@@ -317,6 +317,7 @@ def _named_runs(api, place, run_ids):
         if len(found) > 1: print(f"{name}: {len(found)} runs of W&B have this run_id; {chosen[-1].id} is taken ({chosen[-1].state}, the most recent)")
     return chosen
 
+# %% ../nbs/45c_tracking.ipynb #0e7ffa72
 def tracked_records(
     run_ids: str | list = "", # a list, "a,b" or '["a", "b"]'; empty: the most recent finished run; all: every finished one
     wandb_entity: str = "", # user or team; empty: the key's own
