@@ -115,7 +115,11 @@ def state_faults(
     with adapter.model.disable_adapter(): expect("disable_adapter restores the backbone", torch.equal(logits_of(adapter, rows), plain))
     stated = sum(n for part, n in adapter_bytes(adapter).items() if part not in ("ewc", "hooks")) # what hooks keep from one task to the next is in the checkpoint, not with the adapter
     expect(f"states {stated} bytes, keeps {kept_bytes(adapter)}", abs(stated - kept_bytes(adapter)) <= .005 * stated + 16)
-    for light in (False, True): expect(f"saved and loaded, low_cpu_mem_usage={light}", torch.equal(logits_of(_loaded(adapter, light), rows), answers))
+    for light in (False, True):
+        loaded = _loaded(adapter, light)
+        expect(f"saved and loaded, low_cpu_mem_usage={light}", torch.equal(logits_of(loaded, rows), answers))
+    loaded.model.set_adapter("second")
+    expect("loaded under another name beside the first", torch.equal(logits_of(loaded, rows), answers))
     expect("goes on from a checkpoint as it would have", _resumes(adapter, make))
     return wrong
 
@@ -123,6 +127,7 @@ def _loaded(adapter, light):
     with tempfile.TemporaryDirectory() as folder:
         adapter.model.save_pretrained(folder)
         model = PeftModel.from_pretrained(tiny_backbone(), folder, low_cpu_mem_usage=light).eval()
+        model.load_adapter(folder, adapter_name="second"); model.eval()
     return Adapter(adapter.name, model, adapter.hooks, adapter.takes_masks, adapter.base_names)
 
 def _resumes(adapter, make):

@@ -9,7 +9,6 @@ __all__ = ['TaskContext', 'StreamHooks', 'HookList']
 from dataclasses import dataclass
 from typing import Iterable
 
-import torch
 from torch import Tensor, nn
 
 # %% ../nbs/04_hooks.ipynb #c1b1c64f

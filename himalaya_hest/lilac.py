@@ -12,7 +12,7 @@ from typing import Optional, Union
 import torch
 from peft import TaskType # TaskType, Optional, Union: named by PeftConfig's annotations, which documentation tools resolve here
 from peft.utils.peft_types import PeftType
-from torch import Tensor, nn
+from torch import nn
 
 from .dictionary import Site
 from .peft_bridge import add_peft_type, register_peft_method

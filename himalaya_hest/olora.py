@@ -99,6 +99,10 @@ class OLoraModel(LoraModel):
         if adapter_name not in layer.lora_A or not isinstance(layer.lora_A[adapter_name], nn.Linear):
             raise ValueError(f"{current_key}: O-LoRA needs linear maps, got {type(layer.get_base_layer()).__name__}; leave it out of target_modules")
         for book, by_rows in ((layer.lora_A, True), (layer.lora_B, False)): book[adapter_name] = GrownFactor(book[adapter_name], by_rows)
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key, adapter_name): # PEFT looks at the last but one part of a key alone
+        return super()._remove_adapter_name_from_key(key.replace(f".{adapter_name}.frozen.", ".frozen."), adapter_name)
+    def add_weighted_adapter(self, *args, **kwargs): raise NotImplementedError("O-LoRA adapters hold a pair for each of their tasks, which have no weighted combination: merge_and_unload() one after another instead")
     def pairs(self, adapter_name: str | None = None) -> Pairs:
         name = adapter_name or self.active_adapters[0]
         return [(m.lora_A[name], m.lora_B[name]) for m in self.model.modules() if isinstance(m, LoraLayer) and name in m.lora_A]

@@ -8,7 +8,6 @@ __all__ = ['orthonormal', 'LoReFT', 'positions', 'prompt_now', 'before_forward',
 
 # %% ../nbs/33_reft.ipynb #3c878ce7
 import contextvars
-import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Optional, Union
@@ -44,6 +43,7 @@ class LoReFT(nn.Module):
         seed: int = 0,
     ):
         super().__init__()
+        if narrow := [s for s in sites if s.d_out < rank]: raise ValueError(f"rank {rank} exceeds the width {narrow[0].d_out} of {narrow[0].name}: there are no {rank} orthonormal rows of that width")
         self.sites, self.first, self.last = list(sites), first, last
         gen = torch.Generator().manual_seed(seed)
         def rows(s): return torch.empty(rank, s.d_out) if torch.empty(0).is_meta else orthonormal(torch.randn(rank, s.d_out, generator=gen))

@@ -16,13 +16,12 @@ from typing import Callable, Optional, Union
 import torch
 from peft import PeftConfig, PeftModel, TaskType, get_peft_model # TaskType, Optional, Union: named by PeftConfig's annotations, which documentation tools resolve here
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
-from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from .dictionary import Site
 from .himalaya import find_sites
 from .hooks import StreamHooks
-from .peft_bridge import add_peft_type, prepare_quantised, register_peft_method
+from .peft_bridge import prepare_quantised
 
 # %% ../nbs/30a_tuner_shell.ipynb #a20d5c7d
 @dataclass
