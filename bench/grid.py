@@ -21,7 +21,7 @@ from pathlib import Path
 
 import yaml
 
-KEPT = ("run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device", "code_version", "bytes", "kept_bytes", "dictionary", "row_values", "tracker")
+KEPT = ("run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device", "code_version", "bytes", "kept_bytes", "dictionary", "row_values", "searched", "tracker")
 OF_TASK = ("name", "kind", "metric", "group", "shared_instruction", "chance", "steps")
 ONE = """import json, resource, sys
 from himalaya_hest.continual import run_continual

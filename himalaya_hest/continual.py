@@ -8,7 +8,7 @@ __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'held_as', 'load_backbone', 'backb
            'restore_run', 'claim_folder', 'lessons_of', 'lesson_steps', 'run_task', 'evaluate_seen', 'evaluate_all',
            'sizes_of', 'train_stream', 'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part',
            'write_predictions', 'score_matrix', 'versions', 'code_version', 'device_info', 'world_of', 'task_info',
-           'make_record', 'run_continual']
+           'peak_memory_mb', 'make_record', 'run_continual']
 
 # %% ../nbs/46_continual.ipynb #8af530f7
 import contextlib
@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ from .instructions import instructed, instructions_setting, marks_instruction, t
 from .mixed_rows import KeptRows, MixedRows, kept_bytes
 from .peft_bridge import prepare_quantised
 from .plan import make_plan, plan_numbers, plan_text
-from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, serving_bytes
+from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, searched_defaults, serving_bytes
 from .search import GivenUp, search, with_setting
 from .sources import DataWarning, cut_counts, materialise, tokenizer_digest, world_digest
 from .tasks import Stream, Task, load_stream, mixed_seed, scored_as, task_order
@@ -354,9 +355,10 @@ def evaluate_seen(run: ContinualRun) -> dict: # task → metrics
     e = run.config.evaluation
     kept = p.answers if e["reuse_answers"] and not run.config.hooks else None
     rows = p.rows if not e["final_eval_rows"] and (p.task + 1 == len(run.order) or run.config.protocol == "single") else None
-    scores, p.confusion = evaluate(run.adapter, [run.data[n].evaluation for n in seen], run.tokenizer, e["per_device_eval_batch_size"], kept, rows)
-    earlier = p.scores[-1] if p.scores and run.config.protocol not in IN_SEQUENCE else {}
-    return earlier | scores
+    scores, confusion = evaluate(run.adapter, [run.data[n].evaluation for n in seen], run.tokenizer, e["per_device_eval_batch_size"], kept, rows)
+    apart = run.config.protocol not in IN_SEQUENCE
+    p.confusion = (p.confusion if apart else {}) | confusion
+    return (p.scores[-1] if p.scores and apart else {}) | scores
 
 def evaluate_all(run: ContinualRun) -> None:
     "Evaluate all tasks once, and let every row of the matrix hold these scores of the tasks up to it."
@@ -491,7 +493,7 @@ def code_version() -> dict: # package, and git commit where it runs from a clone
     git = lambda *a: subprocess.run(["git", "-C", str(here), *a], capture_output=True, text=True, timeout=20)
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         if (r := git("rev-parse", "HEAD")).returncode == 0:
-            out |= dict(git=r.stdout.strip(), dirty=bool(git("status", "--porcelain", "himalaya_hest", "nbs").stdout.strip()))
+            out |= dict(git=r.stdout.strip(), dirty=bool(git("status", "--porcelain", "himalaya_hest", "nbs", ":!nbs/records").stdout.strip()))
     return out
 
 def device_info(model) -> dict:
@@ -532,6 +534,12 @@ def task_info(run: ContinualRun) -> list[dict]: # per task, in the order trained
     return out
 
 # %% ../nbs/46_continual.ipynb #6b9cd328
+def peak_memory_mb() -> float: # 1 MB = 10⁶ bytes
+    "The most memory that this process has held."
+    with contextlib.suppress(OSError): # Linux, where getrusage would give the parent's where that is larger
+        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if platform.system() == "Darwin" else 1e6 / 1024)
+
 def make_record(run: ContinualRun) -> dict:
     "The record of a finished run."
     c, p = run.config, run.position
@@ -541,10 +549,10 @@ def make_record(run: ContinualRun) -> dict:
     longest = max((run.data[n].evaluation for n in run.order), key=lambda e: len(e.prompts))
     overhead = None if c.protocol in ("single", "zero_shot") else cpu_latency_overhead(run.adapter, longest, run.tokenizer, c.evaluation["latency_pairs"], c.evaluation["latency_new_tokens"])
     summary = continual_summary(matrix) | dict(adapter_mb=adapter_mb, serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0., cpu_latency_overhead=overhead,
-        wall_s=round(run.wall_s(), 2), peak_memory_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if platform.system() == "Darwin" else 1e3), 1))
+        wall_s=round(run.wall_s(), 2), peak_memory_mb=round(peak_memory_mb(), 1))
     return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
                 versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
-                row_values={n: [v for _, v in p.rows[n]] for n in run.order}) | final_part(run) | ({"code_execution": run.sandbox} if run.sandbox else {})
+                row_values={n: [v for _, v in p.rows[n]] for n in run.order}, searched=searched_defaults(c.adapter, c.preset)) | final_part(run) | ({"code_execution": run.sandbox} if run.sandbox else {})
 
 # %% ../nbs/46_continual.ipynb #5e29327b
 @contextlib.contextmanager

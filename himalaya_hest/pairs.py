@@ -43,7 +43,7 @@ def method_of(
     "What a row of a comparison is called."
     c = record["config"]
     preset, protocol = c.get("preset", "default"), c.get("protocol", "sequential")
-    known, unsaid = searched(c["adapter"], preset), object()
+    known, unsaid = record.get("searched") or searched(c["adapter"], preset), object()
     set_ = {k: v for k, v in (c.get("adapter_config") or {}).items() if known["adapter_config"].get(k, unsaid) != v}
     set_ |= {f"ewc {k}": v for k, v in (c.get("ewc") or {}).items() if (EWC_DEFAULTS | known["ewc"]).get(k, v) != v}
     name = " ".join([c["adapter"]] + [preset] * (preset != "default")) + "".join(f", {k} {'+'.join(map(str, v)) if isinstance(v, list) else v}" for k, v in sorted(set_.items()))
