@@ -123,6 +123,7 @@ def state_faults(
     expect("goes on from a checkpoint as it would have", _resumes(adapter, make))
     return wrong
 
+# %% ../nbs/40a_family.ipynb #831c023f
 def _loaded(adapter, light):
     with tempfile.TemporaryDirectory() as folder:
         adapter.model.save_pretrained(folder)
@@ -165,6 +166,7 @@ def use_faults(
     expect("something has a gradient", any(g.abs().max() > 0 for g in plain.values()))
     return wrong
 
+# %% ../nbs/40a_family.ipynb #6c6dbf94
 def _loss(adapter, batch):
     with torch.no_grad(): return adapter.model(**heard(adapter, batch)).loss.item()
 
