@@ -8,14 +8,15 @@ __all__ = ['SHAPES', 'CHARACTERS_A_TOKEN', 'CARDS', 'TRAINING_SHARE', 'READING_S
            'adapter_size', 'TaskLoad', 'longest', 'mean', 'typical_lengths', 'sampled_lengths', 'task_loads', 'Device',
            'devices', 'cpu_device', 'kept_activations', 'step_flops', 'dequantised_bytes', 'Backbone', 'step_seconds',
            'batch_seconds', 'evaluations', 'evaluation_seconds', 'memory_parts', 'Plan', 'lenient', 'trained_loads',
-           'replay_bytes', 'steps_of', 'seconds', 'make_plan', 'plan_numbers', 'plan_text', 'read_arguments', 'main']
+           'replay_bytes', 'steps_of', 'seconds', 'make_plan', 'search_runs', 'plan_numbers', 'plan_text',
+           'read_arguments', 'main']
 
 # %% ../nbs/41a_plan.ipynb #1181b82d
 import json
 import math
 import sys
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import accumulate
@@ -404,6 +405,7 @@ class Plan:
     downloads: list # texts
     refused: list # messages
     notes: list # texts
+    trial: object = None # the Plan of one trial, where a search comes first
 
 def lenient(
     parameters: dict, # of a run
@@ -461,7 +463,16 @@ def make_plan(
     of = Backbone(shape, adapter_size(config, model_cfg, len(loads)), config, on[0].cpu)
     hours = {d.name: tuple(sum(seconds(of, loads, d, n).values()) / 3600 for n in (None, max_length)) for d in on}
     generations = sum(r for e in evaluations(config, loads) for _, r in e)
-    return Plan(config, of, loads, sum(steps_of(config, t) for t in trained_loads(config, loads)), generations, _tokens(config, loads), _flops(of, loads), memory_parts(of, loads, max_length), hours, _downloads(config, shape, loads), refused, _notes(config, loads, of))
+    return Plan(config, of, loads, sum(steps_of(config, t) for t in trained_loads(config, loads)), generations, _tokens(config, loads), _flops(of, loads), memory_parts(of, loads, max_length), hours, _downloads(config, shape, loads), refused, _notes(config, loads, of), _trial_plan(config, on))
+
+def _trial_plan(config, on):
+    if not config.n_trials: return None
+    s, quick = config.search, config.evaluation | dict(after_tasks=None, final_eval_rows=None)
+    return make_plan(asdict(config) | dict(stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", run_id="", evaluation=quick), on)
+
+def search_runs(config: RunConfig) -> int: # at most: trials, and the finalists and the start over further pairs
+    "Runs of a search."
+    return config.n_trials + (config.search["finalists"] + 1) * (config.search["pairs"] - 1) if config.n_trials else 0
 
 def _tokens(config, loads):
     t = config.training
@@ -500,7 +511,7 @@ def plan_numbers(
 ) -> dict:
     "A plan's figures as plain data."
     return dict(run_id=plan.config.run_id, steps=plan.steps, generations=plan.generations, tokens=plan.tokens, flops=plan.flops, memory_bytes=plan.memory, hours={d: list(h) for d, h in plan.hours.items()},
-                trained_parameters=plan.of.adapter.trained, adapter_bytes=plan.of.adapter.state, downloads=plan.downloads, refused=plan.refused, notes=plan.notes)
+                trained_parameters=plan.of.adapter.trained, adapter_bytes=plan.of.adapter.state, downloads=plan.downloads, refused=plan.refused, notes=plan.notes) | ({"search_hours": {d: [search_runs(plan.config) * h for h in hours] for d, hours in plan.trial.hours.items()}} if plan.trial else {})
 
 def plan_text(
     plan: Plan,
@@ -516,6 +527,9 @@ def plan_text(
     fits = lambda name: "" if all(d.name != name or d.memory > sum(plan.memory.values()) for d in devices()) else ", **does not fit**"
     show = lambda h: f"{h:.1f} h" if h >= 1 else f"{60 * h:.1f} min"
     lines += [(f"on {d}", f"about {show(h)}, at most {show(most)}{fits(d)}") for d, (h, most) in plan.hours.items()]
+    if plan.trial:
+        lines.append(("search before it", f"at most {search_runs(c)} runs of {len(plan.trial.loads)} tasks of {c.search['stream']}, {plan.trial.steps:,} steps each"))
+        lines += [(f"on {d}", f"about {show(search_runs(c) * h)}, at most {show(search_runs(c) * most)}; pruning saves some") for d, (h, most) in plan.trial.hours.items()]
     lines += [("downloads", d) for d in plan.downloads or ["none"]] + [("note", x) for x in plan.notes] + [("refused", x) for x in plan.refused or ["nothing: this run can start"]]
     return "\n".join(f"{k:18} {v}" for k, v in lines)
 
