@@ -16,16 +16,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ADAPTERS = ["himalaya", "lora-bank", "lora", "lora+ewc", "olora", "gpm-lora", "lilac+ewc", "himalaya:published_gain", "himalaya:published", "lora:joint", "lora-masked", "lora-masked+ewc",
+ADAPTERS = ["himalaya", "lora-bank", "lora", "lora+ewc", "olora", "gpm-lora", "lilac+ewc", "himalaya:published_gain", "himalaya:published", "lora-masked", "lora-masked+ewc",
             "reft+ewc", "coltas+ewc", "glodis+ewc", "osf", "vera", "ia3", "oft", "fourierft", "randlora"]
-NOT_SHIPPED = (":joint",) # a bound: its settings are those of a grid file
 ONE = "import sys; sys.path.insert(0, 'bench'); from search import one; one(*sys.argv[1:])"
 
 
 def parameters(name, trials, results_dir):
     adapter, _, form = name.partition(":")
-    how = dict(protocol="joint") if form == "joint" else dict(preset=form) if form else {}
-    return dict(adapter=adapter, n_trials=int(trials), results_dir=results_dir) | how
+    return dict(adapter=adapter, n_trials=int(trials), results_dir=results_dir) | (dict(preset=form) if form else {})
 
 
 def one(name, trials, results_dir, out):
@@ -47,7 +45,7 @@ def ship(out):
     "The best settings as the package's defaults."
     from himalaya_hest.search import best_setting
     found = {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(Path(out).glob("*.json"))}
-    names = {name.replace(":", "-"): name for name in ADAPTERS if not name.endswith(NOT_SHIPPED)}
+    names = {name.replace(":", "-"): name for name in ADAPTERS}
     shipped = {names[stem]: best_setting(r) for stem, r in found.items() if stem in names}
     Path("himalaya_hest/data/searched.json").write_text(json.dumps(shipped, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"{len(shipped)} adapters in himalaya_hest/data/searched.json")
@@ -55,7 +53,7 @@ def ship(out):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=ADAPTERS, metavar="ADAPTER", help="adapter, adapter:preset, or adapter:joint")
+    parser.add_argument("--only", nargs="+", default=ADAPTERS, metavar="ADAPTER", help="adapter, or adapter:preset")
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--workers", type=int, default=2, help="searches at once")
     parser.add_argument("--results-dir", default="runs/search")
