@@ -6,8 +6,6 @@
 __all__ = ['CORPUS', 'row_values']
 
 # %% ../nbs/02b_row_values.ipynb #048b20e3
-from collections.abc import Callable
-
 import numpy as np
 
 from .text_metrics import MAX_CHARACTERS, METRICS, _bleu_tokens, _share, get_metric
