@@ -10,13 +10,13 @@ __all__ = ['PRIMARY', 'SPREAD', 'PANELS', 'LOOKS', 'SHOWN_RUNS', 'zero_shot_scor
 # %% ../nbs/45a_comparison.ipynb #5395b3fb
 import json
 import math
-import os
 import textwrap
 import warnings
 from pathlib import Path
 
 import numpy as np
 
+from .checkpoint import write_atomic
 from .continual_metrics import evaluated_rows, retained_accuracy
 from .pairs import FEWEST, bca_interval, by_pair, is_number
 from .records import Table, finished_runs, is_complete, load_record, load_records, record_path, run_role, same_world, summary_table, task_table
@@ -44,11 +44,9 @@ def _finite(x):
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 def _write_json(path, value):
-    "Write JSON beside its place and rename it there; print the path."
+    "Write JSON whole or not at all; print the path."
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_atomic(path, json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     print(path)
     return path
 

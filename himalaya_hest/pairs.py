@@ -20,11 +20,12 @@ from .registry import EWC_DEFAULTS, searched_defaults
 
 # %% ../nbs/44b_pairs.ipynb #164325a3
 def read_grid(
-    folder: str | Path, # of the records that bench/grid.py wrote
+    folder: str | Path, # of committed records
+    made_by: str = "", # the command that makes them; empty: that of the folder's grid
 ) -> list[dict]: # records, by file name
-    "The compact records of a grid; FileNotFoundError where there are none."
+    "The records of a folder; FileNotFoundError where there are none."
     files = sorted(Path(folder).glob("*.json"))
-    if not files: raise FileNotFoundError(f"no records in {folder}: make them with python bench/grid.py bench/grids/{Path(folder).name}.yaml")
+    if not files: raise FileNotFoundError(f"no records in {folder}: make them with {made_by or f'python bench/grid.py bench/grids/{Path(folder).name}.yaml'}")
     return [json.loads(f.read_text(encoding="utf-8")) for f in files]
 
 def is_number(x) -> bool: # not None, nan or a truth value
