@@ -387,7 +387,8 @@ def memory_parts(
     cache = B * (max_length + new) * 2 * s.keys * s.layers * of.e + B * max_length * (4 * s.width + 3 * s.mlp) * of.e
     training = dict(activations=kept, logits=logits) if of.config.protocol != "zero_shot" else {}
     largest = training if sum(training.values()) >= cache else {"keys, values and prompts of an evaluation": cache}
-    return dict(weights=of.weights, adapter=of.adapter.trained * 16) | largest | dict(workspace=written + CARD_BYTES)
+    beside = max(0, of.adapter.state - 4 * of.adapter.trained)
+    return dict(weights=of.weights, adapter=of.adapter.trained * 16 + beside) | largest | dict(workspace=written + CARD_BYTES)
 
 # %% ../nbs/41a_plan.ipynb #9a1fbade
 @dataclass
