@@ -293,7 +293,7 @@ def default_run_id(config: RunConfig) -> str:
 # %% ../nbs/41_config.ipynb #73d5252f
 def _resolve_training(cfg, given):
     training = asdict(_checked(TrainingParameters, given, "training."))
-    for key, value in training_defaults(cfg.adapter, cfg.preset).items():
+    for key, value in training_defaults(cfg.adapter, cfg.preset, cfg.scale).items():
         if training[key] is None: training[key] = value
     training |= {k: v for k, v in SCALES[cfg.scale]["training"].items() if training[k] is None}
     if cfg.mode == "trial":
@@ -338,7 +338,7 @@ def resolve(
     for name in CHOICES: _check_choice(name, getattr(cfg, name), later)
     _check_places(cfg)
     if cfg.ewc and not with_ewc: raise ValueError(f"parameter ewc is given, but adapter {cfg.adapter!r} has no EWC; use {cfg.adapter + '+ewc'!r}.")
-    searched = searched_defaults(cfg.adapter, cfg.preset)
+    searched = searched_defaults(cfg.adapter, cfg.preset, cfg.scale)
     cfg.ewc = asdict(_checked(EWCParameters, searched["ewc"] | cfg.ewc, "ewc.")) if with_ewc else {}
     cfg.adapter_config = searched["adapter_config"] | dict(cfg.adapter_config)
     formed = resolve_adapter_config(cfg.adapter, cfg.preset, cfg.adapter_config, cfg.seed)

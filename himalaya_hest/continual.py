@@ -552,7 +552,7 @@ def make_record(run: ContinualRun) -> dict:
         wall_s=round(run.wall_s(), 2), peak_memory_mb=round(peak_memory_mb(), 1))
     return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
                 versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
-                row_values={n: [v for _, v in p.rows[n]] for n in run.order}, searched=searched_defaults(c.adapter, c.preset)) | final_part(run) | ({"code_execution": run.sandbox} if run.sandbox else {})
+                row_values={n: [v for _, v in p.rows[n]] for n in run.order}, searched=searched_defaults(c.adapter, c.preset, c.scale)) | final_part(run) | ({"code_execution": run.sandbox} if run.sandbox else {})
 
 # %% ../nbs/46_continual.ipynb #5e29327b
 @contextlib.contextmanager

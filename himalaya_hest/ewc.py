@@ -46,7 +46,7 @@ def diagonal_fisher(
         seen += len(labels)
         if seen >= n_examples: break
     mean = sum(f.sum() for f in fisher.values()) / max(1, sum(f.numel() for f in fisher.values()))
-    if not torch.as_tensor(mean).isfinite(): raise ValueError(f"the Fisher information is not finite ({float(mean)}): training has diverged, or gradients overflow; a smaller learning rate may help")
+    if not torch.as_tensor(mean).isfinite(): raise FloatingPointError(f"the Fisher information is not finite ({float(mean)}): training has diverged, or gradients overflow; a smaller learning rate may help")
     return {n: f / mean.clamp_min(1e-30) for n, f in fisher.items()}
 
 # %% ../nbs/05_ewc.ipynb #c91e7ad4

@@ -49,7 +49,7 @@ def as_it_was(
 ) -> dict: # the same, with what its adapter left open then
     "The config with the class's own values where a search has changed the default since."
     adapter, preset, given = config["adapter"], config["preset"], config.get("adapter_config") or {}
-    opened = searched_defaults(adapter, preset)["adapter_config"].keys() - given.keys()
+    opened = searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys()
     if not opened: return config
     own = _config_class(parse_adapter(adapter)[0])(**resolve_adapter_config(adapter, preset, given, config["seed"]))
     return config | dict(adapter_config=given | {k: getattr(own, k) for k in sorted(opened)})
