@@ -63,6 +63,7 @@ ADAPTER_DEFAULTS = {
     "osf": dict(target_modules=["q_proj", "v_proj"]),
     "olora": dict(r=8, lora_alpha=32, lora_dropout=0., target_modules=["q_proj", "v_proj"]), # its authors' rank and scale
     "gpm-lora": dict(r=8, lora_alpha=16, lora_dropout=0., target_modules=["q_proj", "v_proj"]),
+    "lora-masked": dict(target_modules=["q_proj", "v_proj"]),
 }
 TRAINING_DEFAULTS = {
     "himalaya": dict(learning_rate=1e-2, weight_decay=0., warmup_ratio=0., adam_beta1=.8, adam_beta2=.95),
