@@ -60,9 +60,10 @@ def execute(parameters, threads):
 
 
 def compact(record, command):
-    "What is committed of a record: scores rounded to four places."
+    "What is committed of a record: the matrix and, after the last task, what was measured beside it, rounded to four places."
     out = {"command": command} | {k: record[k] for k in KEPT if k in record}
     out["matrix"] = [[None if x is None else round(x, 4) for x in row] for row in record["matrix"]]
+    out["scores"] = [{task: {k: round(v, 4) if isinstance(v, float) else v for k, v in metrics.items()} for task, metrics in record["scores"][-1].items()}] # after the last task
     out["config"] = {k: v for k, v in out["config"].items() if k not in ("results_dir", "cache_dir", "overwrite")}
     out["task_info"] = [{k: task.get(k) for k in OF_TASK} for task in record["task_info"]]
     if "search" in record: out["search"] = {k: record["search"][k] for k in ("name", "n_trials", "best")}
