@@ -90,12 +90,14 @@ def leaves(
 
 def values_of(
     record: dict, # of a run
-    decimals: int | None = None, # of the matrix; None: as it is
+    decimals: int | None = None, # of the matrix and of the scores, of which the last row is taken; None: as they are
 ) -> dict: # group → place → value
     "What is compared."
+    if decimals is not None and "scores" in record: record = record | dict(scores=record["scores"][-1:])
     out = {"world": {"digest": record["world"]["digest"]}} | {g: leaves(record[g]) for g in GROUPS if g in record}
     for k in TIMES: out["summary"].pop(f"['{k}']", None)
-    if decimals is not None: out["matrix"] = {p: None if v is None else round(v, decimals) for p, v in out["matrix"].items()}
+    rounded = lambda v: round(v, decimals) if isinstance(v, float) else v
+    if decimals is not None: out |= {g: {p: rounded(v) for p, v in out[g].items()} for g in ("matrix", "scores") if g in out}
     return out
 
 def is_compact(record: dict) -> bool: # whether scores are rounded and details left out
