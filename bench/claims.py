@@ -11,10 +11,12 @@ flops     floating-point operations of matrix products (torch.utils.flop_counter
 memory    the peak resident memory of a process that trains two tasks for twenty steps and answers, an adapter each, and of one that answers without.
 package   a wheel is built and its files are listed; lines of the method, all and those that the default preset calls.
 
-Writes nbs/records/claims.json, each part with the command that made it.
+Writes nbs/records/claims.json, each part with the command and the commit that made it (`dirty` where there were uncommitted changes), each form of `norms` with
+its own commit and the settings that it was trained with.
 """
 import argparse
 import copy
+import functools
 import json
 import os
 import re
@@ -34,7 +36,7 @@ FORMS = { # name → (preset, parts exchanged, tasks; 0: all)
     "default, norm_rescaling off": ("default", dict(norm_rescaling=False), 0),
     "published_gain": ("published_gain", {}, 0),
     "published_gain, norm_rescaling off": ("published_gain", dict(norm_rescaling=False), 8),
-    "published": ("published", {}, 8),
+    "published": ("published", {}, 0),
 }
 ADAPTERS = ("himalaya", "lora-bank", "lora", "lora+ewc", "olora", "gpm-lora", "lilac+ewc")
 
@@ -127,8 +129,21 @@ def trained(preset, parts, n_tasks, stream, folder):
     return run, points, watched.open
 
 
-def norms(args):
+@functools.cache
+def version():
+    "The code that this process began with, whatever is committed while it runs."
     from himalaya_hest.continual import code_version
+    return code_version()
+
+
+def made_with(run, exchanged):
+    "The commit and the settings of a run: what has to be the same in the comparison for the figures to speak of it."
+    c = run.config
+    return dict(git=version()["git"], dirty=version()["dirty"], preset=c.preset, gamma=run.adapter.tuner.core().dictionary.gamma, learning_rate=c.training["learning_rate"], exchanged=sorted(exchanged),
+                adapter_config=c.adapter_config, training={k: v for k, v in c.training.items() if k != "checkpoint_interval_s"}, seed=c.seed, order_seed=c.order_seed, tasks=len(run.order), world=run.world["digest"])
+
+
+def norms(args):
     out = json.loads(args.out.read_text(encoding="utf-8")).get("norms", {}).get("forms", {}) if args.out.exists() else {}
     for name, (preset, parts, n_tasks) in ((n, FORMS[n]) for n in FORMS if n in args.forms):
         with tempfile.TemporaryDirectory() as folder:
@@ -137,13 +152,13 @@ def norms(args):
             shares = sorted(run.position.scores[-1].items())
             core.load_state_dict(packed_twin(core).state_dict())
             n_open, tokens, sizes = at_the_end(run)
-            out[name] = dict(git=code_version()["git"], gamma=core.dictionary.gamma, learning_rate=run.config.training["learning_rate"], tasks=len(run.order), world=run.world["digest"], seed=run.config.seed, prompts=len(n_open), bits=core.parts.atom_bits,
+            out[name] = dict(**made_with(run, parts), prompts=len(n_open), bits=core.parts.atom_bits,
                 largest=[round(a, 5) for a, _ in points], smallest=[round(b, 5) for _, b in points], final_score=float(np.mean([s["score"] for _, s in shares])),
                 size=dict(of="r" if preset != "default" else "ΔW / γ", largest=float(sizes.max()), mean=float(sizes.mean())),
                 open=dict(mean=float(n_open.mean()), a_token=float((n_open * tokens).sum() / tokens.sum()), largest=int(n_open.max()), counts={int(k): int(v) for k, v in sorted(Counter(n_open.tolist()).items())},
                           by_task=[float(x) for x in by_task(run, n_open)]))
             print(name, {k: out[name][k] for k in ("final_score", "size", "open")}, f"largest atom {max(out[name]['largest']):.4f}", flush=True)
-            if name == "default": args.flops_of_default = flops_of(run) if "flops" in args.parts else None
+            if name == "default": args.flops_of_default = flops_of(run) | made_with(run, {}) if "flops" in args.parts else None
     return dict(stream=args.stream, forms=out)
 
 
@@ -220,7 +235,9 @@ def large_flops(tokens=(1, 128, 1024), slots=3):
 
 def flops(args):
     if getattr(args, "flops_of_default", None) is None:
-        with tempfile.TemporaryDirectory() as folder: args.flops_of_default = flops_of(trained("default", {}, 0, args.stream, folder)[0])
+        with tempfile.TemporaryDirectory() as folder:
+            run = trained("default", {}, 0, args.stream, folder)[0]
+            args.flops_of_default = flops_of(run) | made_with(run, {})
     out = dict(stream=args.stream, mini=args.flops_of_default, llama_2_7b=large_flops(), slots=3)
     print({k: f"{np.mean(out['mini'][k]):.4f}, at most {max(out['mini'][k]):.4f}" for k in ("prompts", "decoding", "formula")}, out["mini"]["mixed_batch"], out["llama_2_7b"], flush=True)
     return out
@@ -273,12 +290,13 @@ def main():
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     if unknown := set(args.parts) - {"norms", "flops", "memory", "package"}: parser.error(f"unknown part {sorted(unknown)[0]!r}: norms, flops, memory or package")
-    from himalaya_hest.continual import code_version, versions
+    from himalaya_hest.continual import versions
+    version()
     torch.manual_seed(0)
     for part in args.parts:
         found = globals()[part](args)
         record = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
-        record[part] = dict(command="OMP_NUM_THREADS=1 python bench/claims.py " + " ".join([part] + (["--stream", args.stream] if args.stream != "mini25" else []))) | found | dict(versions=versions(), code_version=code_version())
+        record[part] = dict(command="OMP_NUM_THREADS=1 python bench/claims.py " + " ".join([part] + (["--stream", args.stream] if args.stream != "mini25" else []))) | found | dict(versions=versions(), code_version=version())
         args.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(args.out, flush=True)
 
