@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NEEDED', 'SUMMARY_COLUMNS', 'finished_runs', 'record_path', 'load_record', 'select_runs', 'load_records',
-           'same_world', 'score_array', 'is_complete', 'made_up_record', 'write_made_up', 'Table', 'table_html',
-           'table_markdown', 'task_table', 'group_table', 'summary_table', 'byte_table', 'run_role']
+           'same_world', 'score_array', 'is_complete', 'chance_matrix', 'made_up_record', 'write_made_up', 'Table',
+           'table_html', 'table_markdown', 'task_table', 'group_table', 'summary_table', 'byte_table', 'run_role']
 
 # %% ../nbs/44a_records.ipynb #89a79587
 import difflib
@@ -104,6 +104,16 @@ def is_complete(
     try: return bool(as_matrix(np.where(np.isnan(R), np.nan, 0.)).size)
     except ValueError: return False
 
+def chance_matrix(
+    record: dict, # a run's record
+) -> list[list] | None: # T rows of T, known where the run's scores are, all seen tasks of a run whose matrix is not complete; None without each task's chance
+    "The score matrix of the best constant answers."
+    known = {i["name"]: i.get("chance") for i in record.get("task_info") or []}
+    chance, T = [known.get(t) for t in record["tasks"]], len(record["tasks"])
+    if None in chance: return None
+    there = ~np.isnan(score_array(record)) if is_complete(record) else np.tri(T, dtype=bool)
+    return [[float(chance[j]) if there[i, j] else None for j in range(T)] for i in range(T)]
+
 # %% ../nbs/44a_records.ipynb #57fb884b
 _TWINS = (("translation", "sacrebleu"), ("pair", "label_accuracy"), ("summarisation", "rouge_l"), ("qa", "token_f1"))
 
@@ -138,7 +148,9 @@ def made_up_record(
     config = dict(adapter=adapter, preset="default", stream="made_up", scale="mini", mode="full", protocol="sequential", seed=seed, order_seed=0)
     summary = continual_summary(R) | dict(adapter_mb=.4, serving_mb=.3, cpu_latency_overhead=.05, wall_s=120., peak_memory_mb=900.)
     confusion = {t: dict(labels=["no", "yes"], counts=[[20, 4, 1], [3, 22, 0]]) for t in names[1::4]}
-    return dict(run_id=run_id, role=role, config=config, summary=summary, matrix=R, tasks=names, history=_made_up_history(names, R), world=dict(digest=digest), task_info=info,
+    beside = (dict(chrf=.5), {}, {}, dict(em=.25))
+    scores = [{t: dict(score=s, score_en=s) | beside[j % 4] for j, (t, s) in enumerate(zip(names, row)) if s is not None} for row in R]
+    return dict(run_id=run_id, role=role, config=config, summary=summary, matrix=R, scores=scores, tasks=names, history=_made_up_history(names, R), world=dict(digest=digest), task_info=info,
                 bytes=dict(atoms=49152, router=65536, gains=2560), confusion=confusion, zero_shot=[.02] * T, dictionary=life if adapter == "himalaya" else [])
 
 def write_made_up(
@@ -214,20 +226,30 @@ def _group(info):
     shared = info.get("shared_instruction")
     return ", ".join(x for x in (info.get("group"), shared and f"shared {shared}") if x) or None
 
+_BESIDE = dict(chrf="chrF", em="EM", exact_match="EM", macro_f1="macro-F1", f1="F1", has_answer_f1="F1 with answer", no_answer_accuracy="without answer", known_label_share="labels", valid_share="valid",
+               rouge_1="ROUGE-1", rouge_2="ROUGE-2", rouge_l="ROUGE-L", rouge_lsum="ROUGE-Lsum")
+
+def _beside(metrics):
+    "What was measured of a task next to its score, in words; None where nothing was."
+    languages = [k for k in metrics if k.startswith("score_")]
+    kept = [(k.removeprefix("score_") if k in languages else _BESIDE.get(k, k.replace("_", " ")), x) for k, x in metrics.items() if k != "score" and (k not in languages or len(languages) > 1)]
+    return ", ".join(f"{name} {x}" if isinstance(x, int) else f"{name} {x:.2f}" for name, x in kept if isinstance(x, float) or x) or None
+
 # %% ../nbs/44a_records.ipynb #42a5ade3
 def task_table(
     record: dict, # a run's record
 ) -> Table: # one row a task, and their mean
-    "Scores of each task: just learned, at the end, forgotten, zero-shot, chance."
+    "Scores of each task: just learned, at the end, forgotten, zero-shot, chance; and what was measured beside the last one."
     R, T = score_array(record), len(record["tasks"])
     info = {i["name"]: i for i in record.get("task_info") or []}
     forgotten = forgetting_per_task(R) if is_complete(record) else np.full(T, np.nan)
+    last = (record.get("scores") or [{}])[-1]
     rows = []
     for j, (name, zero) in enumerate(zip(record["tasks"], _zero_shot(record))):
         i = info.get(name, {})
-        rows.append([j + 1, name, i.get("kind"), "+".join(i.get("languages") or []) or None, i.get("metric"), float(R[j, j]), float(R[-1, j]), float(forgotten[j]), zero, i.get("chance"), _group(i)])
-    rows.append(["", "mean", "", "", ""] + [_mean([row[k] for row in rows]) for k in range(5, 10)] + [""])
-    columns = ["#", "task", "kind", "languages", "metric", "just learned", "final", "forgotten", "zero-shot", "chance", "group"]
+        rows.append([j + 1, name, i.get("kind"), "+".join(i.get("languages") or []) or None, i.get("metric"), float(R[j, j]), float(R[-1, j]), float(forgotten[j]), zero, i.get("chance"), _group(i), _beside(last.get(name, {}))])
+    rows.append(["", "mean", "", "", ""] + [_mean([row[k] for row in rows]) for k in range(5, 10)] + ["", ""])
+    columns = ["#", "task", "kind", "languages", "metric", "just learned", "final", "forgotten", "zero-shot", "chance", "group", "beside"]
     keep = [k for k in range(len(columns)) if k < 2 or any(row[k] not in (None, "") and row[k] == row[k] for row in rows[:-1])]
     return Table(f"{record['run_id']}: scores by task", [columns[k] for k in keep], [[row[k] for k in keep] for row in rows])
 
@@ -259,12 +281,17 @@ def summary_table(
     varied = [k for k in range(len(rows[0])) if k in (0, 2) or k >= 2 + len(about) or len({row[k] for row in rows}) > 1]
     columns = ["run", "role"] + about + [SUMMARY_COLUMNS[k] for k in names]
     fixed = ", ".join(f"{columns[k]} {rows[0][k]}" for k in range(1, 2 + len(about)) if k not in varied)
-    return Table(f"{len(rows)} run{'s' * (len(rows) > 1)} ({fixed})" + _points(records[0]), [columns[k] for k in varied], [[row[k] for k in varied] for row in rows])
+    return Table(f"{len(rows)} run{'s' * (len(rows) > 1)} ({fixed})" + _chance_said(records) + _points(records[0]), [columns[k] for k in varied], [[row[k] for k in varied] for row in rows])
 
 def _points(record):
     "After which tasks all seen were evaluated, where that was not after each; records of one world share it."
     if not is_complete(record) or len(after := evaluated_rows(score_array(record)) + 1) == len(record["tasks"]): return ""
     return f"; AUC: mean after tasks {', '.join(map(str, after))}"
+
+def _chance_said(records):
+    "The final score of the best constant answers, where it is known; runs of one world share their tasks' chance, not always their tasks."
+    known = {f"{np.mean(c[-1]):.3f}" for r in records if (c := chance_matrix(r))}
+    return f"; final of the best constant answers: {', '.join(sorted(known))}" * bool(known)
 
 def byte_table(
     record: dict, # a run's record, with bytes
