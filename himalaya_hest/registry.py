@@ -85,6 +85,7 @@ FOUNDING_EWC = dict(strength=.4)
 USUAL = dict(warmup_ratio=.1, adam_beta1=.9, adam_beta2=.999) # transformers' betas
 EWC_DEFAULTS = dict(strength=.3, decay=1., n_examples=256)
 
+# %% ../nbs/40_registry.ipynb #faba6315
 def _of_adapter(table, adapter, preset, otherwise):
     "The entry of an adapter in a preset: `method+ewc`, or else `method`."
     method, _ = parse_adapter(adapter)
