@@ -80,7 +80,7 @@ def _means_table(title, columns, rows, records):
     "Methods, the best AUC first, and chance; without the columns of which nothing is known."
     rows = sorted(rows, key=lambda row: -row[columns.index("AUC")]) + _chance_row(columns, records)
     median = any(row[columns.index("CPU latency +")] is not None for row in rows)
-    return _known_columns(title + "; CPU latency +: median over the pairs" * median, columns, rows)
+    return _known_columns(title + "; of the CPU latency the median" * median, columns, rows)
 
 # %% ../nbs/44d_standings.ipynb #78ddb48f
 def main_table(
