@@ -20,9 +20,9 @@ import numpy as np
 from .checkpoint import write_atomic
 from .continual_metrics import evaluated_rows, retained_accuracy
 from .pairs import FEWEST, bca_interval, by_pair, is_number, median_interval, method_of
-from .records import Table, finished_runs, is_complete, load_record, load_records, record_path, run_role, same_world, summary_table, task_table
+from .records import Table, chance_matrix, finished_runs, is_complete, load_record, load_records, record_path, run_role, same_world, summary_table, task_table
 from .report import DARK, LIGHT, MIDDLE, Chart, new_figure, plain_axes, run_charts, run_report
-from .standings import MAIN_PAIRS, exploratory_table, grouped_table, main_table, paired_table
+from .standings import CHANCE, MAIN_PAIRS, chance_scores, exploratory_table, grouped_table, main_table, paired_table
 
 # %% ../nbs/45a_comparison.ipynb #562f3dc8
 def zero_shot_scores(
@@ -138,12 +138,18 @@ def _draw_band(axes, name, x, curves):
     mean, bands = curves.mean(0), np.array([spread(c) for c in curves.T])
     if len(curves) > 1: axes.fill_between(x, *bands.T, color="#9fb3c8", alpha=.75, linewidth=0, label=SPREAD)
     axes.plot(x, mean, color=DARK, linewidth=1.6, marker="o", markersize=2.5 if len(x) > 8 else 4, label="mean over pairs")
-    for k, where in ((0, "left"), (-1, "right")): axes.annotate(f"{mean[k]:.2f}", (x[k], mean[k]), (0, 7), textcoords="offset points", ha=where, fontsize=7, bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.8))
+    rises = len(mean) > 1 and mean[1] > mean[0] # then the first value stands below the curve, not on it
+    for k, where, up in ((0, "left", -13 if rises else 7), (-1, "right", 7)): axes.annotate(f"{mean[k]:.2f}", (x[k], mean[k]), (0, up), textcoords="offset points", ha=where, fontsize=7, bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.8))
     axes.set_title("\n".join(_wrapped(name)) + f"\nn = {len(curves)}, AUC {mean.mean():.3f}", fontsize=8)
 
 def _wrapped(name, width=34):
     "A method's name in lines of at most so many characters."
     return textwrap.wrap(name, width) or [name]
+
+def _chance_curve(records, x):
+    "Retained accuracy of the best constant answers, mean over the pairs; None where the records do not say them."
+    pairs = {(r["config"].get("seed", 0), r["config"].get("order_seed", 0)): retained_accuracy(m)[x - 1] for r in records if (m := chance_matrix(r))}
+    return np.mean(list(pairs.values()), axis=0) if pairs else None
 
 def retained_bands(
     records: list[dict], # of one world, with complete matrices
@@ -152,13 +158,15 @@ def retained_bands(
     x = evaluated_rows(records[0]["matrix"]) + 1
     curves = {m: np.array([retained_accuracy(r["matrix"])[x - 1] for r in runs.values()]) for m, runs in by_pair(records).items()}
     curves = dict(sorted(curves.items(), key=lambda c: -c[1].mean()))
-    columns = min(4, len(curves))
+    columns = min(len(curves), 3 if -len(curves) % 3 < -len(curves) % 4 else 4) # the fewer empty places
+    chance = _chance_curve(records, x)
     lines = -(-len(curves) // columns)
     figure, grid = new_figure(2.7 * columns + .6, 2.35 * lines + .8, lines, columns)
     for axes, (name, c) in zip(grid.flat, curves.items()):
         plain_axes(axes)
         for other, behind in curves.items():
             if other != name: axes.plot(x, behind.mean(0), color="#b4bac3", linewidth=.8, label="the other methods", zorder=1)
+        if chance is not None: axes.plot(x, chance, color=MIDDLE, linewidth=1.2, linestyle=(0, (2, 2)), label=CHANCE)
         _draw_band(axes, name, x, c)
         axes.set(xlim=(.4, x[-1] + .6), ylim=(0, 1.14))
     for k, axes in enumerate(grid.flat):
@@ -166,7 +174,7 @@ def retained_bands(
         elif k + columns >= len(curves): axes.set_xlabel("tasks trained", fontsize=8.5)
     figure.supylabel("mean score over all tasks seen (share of 1)", fontsize=9)
     legend = dict(zip(*grid.flat[0].get_legend_handles_labels()[::-1]))
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
     return Chart("retained_accuracy", figure)
 
 # %% ../nbs/45a_comparison.ipynb #545a27bb
@@ -177,8 +185,8 @@ PANELS = { # primary metric → what is shown, and its axis
 MEDIANS = ("cpu_latency_overhead",) # shown as the median over pairs, here and in the tables
 LOOKS = {"proposed": (DARK, None), "baseline": (LIGHT, None), "ablation": ("white", "////")}
 
-def _draw_bars(axes, rows, key, label):
-    "Horizontal bars of one metric; rows of (method, runs, role)."
+def _draw_bars(axes, rows, key, label, chance=None):
+    "Horizontal bars of one metric, and the best constant answers' where they have one; rows of (method, runs, role)."
     plain_axes(axes, "x")
     values = [[v for r in runs.values() if is_number(v := r["summary"].get(key))] for _, runs, _ in rows]
     middle = np.median if key in MEDIANS else np.mean
@@ -189,7 +197,10 @@ def _draw_bars(axes, rows, key, label):
         (color, hatch), x = LOOKS.get(role, ("white", "..")), middle(v)
         axes.barh(y, x, height=.62, color=color, hatch=hatch, edgecolor=DARK, linewidth=.6, label=role or "role unknown")
         if len(v) > 1: axes.errorbar(x, y, xerr=np.maximum(0, [[x - low[y]], [high[y] - x]]), color=MIDDLE, linewidth=1.3, capsize=2.5, label=SPREAD)
-        axes.text(max(high[y], x, 0) + .02 * span, y, f"{x:.3f}", va="center", fontsize=7)
+        axes.text(max(high[y], x, 0) + .02 * span, y, f"{x:.3f}", va="center", fontsize=7, bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.85))
+    if chance is not None:
+        axes.axvline(chance, color=MIDDLE, linewidth=1.2, linestyle=(0, (2, 2)), label=CHANCE)
+        axes.text(chance, -.62, f"{chance:.3f}", ha="center", va="bottom", fontsize=7)
     axes.set_xlim(min(*low, 0.) - .02 * span * (min(low) < 0), max(*high, 0.) + .2 * span)
     axes.set_xlabel(label, fontsize=8)
 
@@ -201,8 +212,10 @@ def method_bars(
     rows = [(m, runs[m], role) for m, _, role in _by_mean(records, name)]
     panels = {k: label for k, label in PANELS[name].items() if any(is_number(r["summary"].get(k)) for r in records)}
     figure, (grid,) = new_figure(2.3 * len(panels) + 2.6, .34 * len(rows) + 1.5, 1, len(panels))
+    chance = chance_scores(records) if name == "retained_accuracy_auc" else None
+    chance = {"retained_accuracy_auc": chance["AUC"], "average_accuracy": chance["final"]} if chance else {}
     for axes, (key, label) in zip(grid, panels.items()):
-        _draw_bars(axes, rows, key, label)
+        _draw_bars(axes, rows, key, label, chance.get(key))
         axes.set_yticks(range(len(rows)), ["\n".join(_wrapped(m)) + f"  (n = {len(r)})" for m, r, _ in rows] if axes is grid[0] else [""] * len(rows), fontsize=7.5)
         axes.set_ylim(len(rows) - .4, -.6)
     legend = dict(zip(*grid[0].get_legend_handles_labels()[::-1]))
@@ -297,11 +310,11 @@ def evaluate_runs(
     records = same_world(load_records(results_dir, run_ids) if records is None else records)
     out, zero = output_folder(results_dir, output_dir), zero_shot_scores(results_dir, (records[0].get("world") or {}).get("digest"))
     if len(records) > 1: by_pair(records) # refused before anything is written
-    done = [evaluate_run(r if r.get("zero_shot") or not zero else r | dict(zero_shot=zero), out) for r in records]
-    if len(done) == 1: return [x for x in run_report(done[0]["record"]) if isinstance(x, Table)] + done[0]["charts"]
+    evaluated = (evaluate_run(r if r.get("zero_shot") or not zero else r | dict(zero_shot=zero), out) for r in records)
+    done = [d for d in evaluated if len(records) <= SHOWN_RUNS] # the figures of many runs would fill the memory
+    if len(records) == 1: return [x for x in run_report(done[0]["record"]) if isinstance(x, Table)] + done[0]["charts"]
     comparison = aggregate(records, out)
-    shown = [x for d in done for x in [task_table(d["record"]), *d["charts"]]] if len(done) <= SHOWN_RUNS else []
-    return comparison["tables"] + comparison["charts"] + shown
+    return comparison["tables"] + comparison["charts"] + [x for d in done for x in [task_table(d["record"]), *d["charts"]]]
 
 # %% ../nbs/45a_comparison.ipynb #c81721b9
 _EVALUATED = dict(results_dir=(str, Path), run_ids=(str, list, tuple), output_dir=(str, Path), source=(str,), wandb_entity=(str,), wandb_project=(str,))
