@@ -27,7 +27,7 @@ from .packing import fill_of, packed_bytes
 from .pairs import bca_interval, by_pair, holm, method_of, sign_flip_p
 from .records import Table
 from .report import DARK, MIDDLE, Chart, new_figure, plain_axes
-from .standings import MAIN_PAIRS, main_table
+from .standings import MAIN_PAIRS, _large_mb, _mean_of
 from .tasks import load_stream
 
 # %% ../nbs/45e_claims.ipynb #cdeeb8f4
@@ -450,13 +450,12 @@ def sizes_told(
     "What each method keeps after the last task, here and computed for the large model, and whether that is below the question's limit."
     said, mb = [], lambda x: "size not known" if x is None else f"{x:.2f} MB"
     for m in names:
-        row = main_table([{k: v for k, v in r.items() if k != "row_values"} for r in e.runs[m].values()], least=1).records()[0]
-        large = row.get("MB large")
-        said.append(f"{m} {mb(row.get('MB kept'))} here, {mb(large)} at d = 4096" + ("" if large is None else ", below the limit" if large < QUESTION_MB else ", above the limit"))
+        large = _large_mb(e.runs[m])
+        said.append(f"{m} {mb(_mean_of(e.runs[m], 'adapter_mb'))} here, {mb(large)} at d = 4096" + ("" if large is None else ", below the limit" if large < QUESTION_MB else ", above the limit"))
     return f"Kept after the last task, where the question asks for less than {QUESTION_MB} MB at d = 4096 with 32 layers: {'; '.join(said)}."
 
 # %% ../nbs/45e_claims.ipynb #a63e0535
-def _auc(runs): return float(np.mean([r["summary"]["retained_accuracy_auc"] for r in runs.values()]))
+def _auc(runs): return _mean_of(runs, "retained_accuracy_auc")
 
 def _better_exploratory(methods, best):
     "The method with too few pairs for the comparison whose AUC is the furthest above the winner's on the same pairs; nothing where none is."

@@ -8,7 +8,6 @@ __all__ = ['PRIMARY', 'SPREAD', 'PANELS', 'MEDIANS', 'LOOKS', 'SHOWN_RUNS', 'zer
            'comparison_tables', 'aggregate', 'output_folder', 'evaluate_runs', 'evaluation_parameters']
 
 # %% ../nbs/45a_comparison.ipynb #5395b3fb
-import difflib
 import json
 import math
 import textwrap
@@ -20,9 +19,10 @@ import numpy as np
 from .checkpoint import write_atomic
 from .continual_metrics import evaluated_rows, retained_accuracy
 from .pairs import FEWEST, bca_interval, by_pair, is_number, median_interval, method_of
-from .records import Table, chance_matrix, finished_runs, is_complete, load_record, load_records, record_path, run_role, same_world, summary_table, task_table
+from .records import Table, finished_runs, is_complete, load_record, load_records, record_path, run_role, same_world, summary_table, task_table
 from .report import DARK, LIGHT, MIDDLE, Chart, new_figure, plain_axes, run_charts, run_report
-from .standings import CHANCE, MAIN_PAIRS, chance_scores, exploratory_table, grouped_table, main_table, paired_table
+from .standings import CHANCE, MAIN_PAIRS, _mean_of, chance_runs, chance_scores, exploratory_table, grouped_table, main_table, paired_table
+from .tasks import nearest
 
 # %% ../nbs/45a_comparison.ipynb #562f3dc8
 def zero_shot_scores(
@@ -148,8 +148,8 @@ def _wrapped(name, width=34):
 
 def _chance_curve(records, x):
     "Retained accuracy of the best constant answers, mean over the pairs; None where the records do not say them."
-    pairs = {(r["config"].get("seed", 0), r["config"].get("order_seed", 0)): retained_accuracy(m)[x - 1] for r in records if (m := chance_matrix(r))}
-    return np.mean(list(pairs.values()), axis=0) if pairs else None
+    curves = [retained_accuracy(r["matrix"])[x - 1] for r in chance_runs(records)]
+    return np.mean(curves, axis=0) if curves else None
 
 def retained_bands(
     records: list[dict], # of one world, with complete matrices
@@ -261,10 +261,9 @@ def comparison_charts(
 
 def _best_proposed(records):
     "The proposed method with the best mean AUC, and its records; None and none where there is none."
-    found = {m: np.mean([r["summary"]["retained_accuracy_auc"] for r in runs.values()]) for m, runs in by_pair(records).items()
-             if all(run_role(r) == "proposed" and r["config"].get("protocol", "sequential") == "sequential" for r in runs.values())} if records else {}
-    best = max(found, key=found.get, default=None)
-    return best, list(by_pair(records)[best].values()) if found else []
+    found = {m: runs for m, runs in by_pair(records).items() if all(run_role(r) == "proposed" and r["config"].get("protocol", "sequential") == "sequential" for r in runs.values())} if records else {}
+    best = max(found, key=lambda m: _mean_of(found[m], "retained_accuracy_auc"), default=None)
+    return best, list(found.get(best, {}).values())
 
 def comparison_tables(
     records: list[dict], # of one world and one study
@@ -325,7 +324,6 @@ def evaluation_parameters(
     "Refuse (ValueError) names that the evaluation does not know, with the nearest that it does, and values of another type."
     for name, value in given.items():
         if name not in _EVALUATED:
-            near, = difflib.get_close_matches(name, _EVALUATED, n=1, cutoff=0)
-            raise ValueError(f"unknown parameter {name}; did you mean {near!r}? Known: {', '.join(_EVALUATED)}")
+            raise ValueError(f"unknown parameter {name}{nearest(name, _EVALUATED) or '.'} Known: {', '.join(_EVALUATED)}")
         if not isinstance(value, _EVALUATED[name]): raise ValueError(f"parameter {name} is {value!r} ({type(value).__name__}), expected {' or '.join(t.__name__ for t in _EVALUATED[name])}; papermill -r {name} {value} hands it over as text")
     return given

@@ -12,6 +12,7 @@ __all__ = ['LATER_ADAPTERS', 'NO_EWC', 'ADAPTER_DEFAULTS', 'TRAINING_DEFAULTS', 
 import difflib
 import json
 import re
+import warnings
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib.resources import files
@@ -144,7 +145,10 @@ def resolve_adapter_config(
             near = difflib.get_close_matches(key, known, n=1)
             raise ValueError(f"adapter_config has the unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "") + f" {cls.__name__} has {', '.join(sorted(known))}")
         out[key] = _scalar(f"adapter_config.{key}", value, str(cls.__dataclass_fields__[key].type))
-    try: cls(**out)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore") # this one is thrown away; the one that is attached says it
+            cls(**out)
     except (TypeError, ValueError) as e: raise ValueError(f"adapter_config of {adapter!r} is refused by {cls.__name__}: {e}") from e
     return out
 

@@ -208,10 +208,10 @@ def search(
         if not study.get_trials(deepcopy=False): study.enqueue_trial({n: r["start"] for n, r in space.items()})
     while config.search["timeout_s"] is None or time.monotonic() - begun < config.search["timeout_s"]:
         take_back(study, place)
-        study.sampler = sampler_of(config.search["seed"], config.n_trials, len(study.trials))
         study.pruner = optuna.pruners.MedianPruner(n_startup_trials=max(3, config.n_trials // 3), n_warmup_steps=2) if config.search["prune"] else optuna.pruners.NopPruner()
         with FileLock(place/"next.lock"):
             if len(counted(study.get_trials(deepcopy=False))) >= config.n_trials: break
+            study.sampler = sampler_of(config.search["seed"], config.n_trials, len(study.trials)) # under the lock: two workers with one number would draw one setting
             trial = study.ask()
         _run_trial(study, trial, config, space, run, place, quiet)
     return study_record(study, config, space, _finals(study, config, run, place, quiet))
