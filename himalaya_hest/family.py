@@ -71,8 +71,9 @@ def drive(
     for i in range(start, n_steps if finish else n_steps // 2):
         batch = toy_rows(task, 8, i); old = {n: p.detach().clone() for n, p in hooks.tracked_parameters().items()}
         torch.manual_seed(i) # of gates that are drawn
-        loss, extra = adapter.model(**heard(adapter, batch)).loss, hooks.extra_loss(adapter.model, batch)
-        optimizer.zero_grad(); (loss if extra is None else loss + extra).backward()
+        loss = adapter.model(**heard(adapter, batch)).loss
+        terms = [hooks.extra_loss(adapter.model, batch), hooks.micro_batch_loss(adapter.model, batch, 1.)]
+        optimizer.zero_grad(); sum((t for t in terms if t is not None), loss).backward()
         hooks.after_backward(); optimizer.step(); hooks.after_optimizer_step(old)
     adapter.model.eval()
     if finish: hooks.on_task_end(loader)

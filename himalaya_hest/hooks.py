@@ -28,6 +28,8 @@ class StreamHooks:
         "Before the first step of a task and before its optimiser is made: parameters may change or unfreeze here."
     def extra_loss(self, model: nn.Module, batch: dict) -> Tensor | None:
         "A scalar to add to the loss of an optimiser step, or None."
+    def micro_batch_loss(self, model: nn.Module, batch: dict, share: float) -> Tensor | None:
+        "After the forward pass of each micro-batch, whose part of the step's attended tokens is `share`: a scalar to add to its loss, or None."
     def after_backward(self) -> None:
         "Gradients are complete and not yet clipped."
     def tracked_parameters(self) -> dict[str, nn.Parameter]:
@@ -35,6 +37,9 @@ class StreamHooks:
         return {}
     def after_optimizer_step(self, old: dict[str, Tensor]) -> None:
         "After each optimiser step; `old` holds the tracked parameters' values from before it."
+    def should_stop(self) -> bool:
+        "Asked before each step: has this task been trained enough?"
+        return False
     def on_task_end(self, loader: Iterable[dict]) -> None:
         "After the last step of a task; `loader` reads that task's training rows once more."
     def state_dict(self) -> dict[str, Tensor]:
@@ -45,18 +50,23 @@ class StreamHooks:
         if state: raise KeyError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
 
 # %% ../nbs/04_hooks.ipynb #315a73d1
+def _total(parts):
+    "The sum of what is not None, or None."
+    parts = [x for x in parts if x is not None]
+    return sum(parts[1:], parts[0]) if parts else None
+
 class HookList(StreamHooks):
     "Several hooks called one after another, in the order given."
     def __init__(self,
         hooks: Iterable[StreamHooks]): # hooks in the order in which they act
         self.hooks = list(hooks)
     def on_task_start(self, task): [h.on_task_start(task) for h in self.hooks]
-    def extra_loss(self, model, batch):
-        parts = [x for h in self.hooks if (x := h.extra_loss(model, batch)) is not None]
-        return sum(parts[1:], parts[0]) if parts else None
+    def extra_loss(self, model, batch): return _total(h.extra_loss(model, batch) for h in self.hooks)
+    def micro_batch_loss(self, model, batch, share): return _total(h.micro_batch_loss(model, batch, share) for h in self.hooks)
     def after_backward(self): [h.after_backward() for h in self.hooks]
     def tracked_parameters(self): return {n: p for h in self.hooks for n, p in h.tracked_parameters().items()}
     def after_optimizer_step(self, old): [h.after_optimizer_step(old) for h in self.hooks]
+    def should_stop(self): return any([h.should_stop() for h in self.hooks])
     def on_task_end(self, loader): [h.on_task_end(loader) for h in self.hooks]
     def _prefix(self, i): return f"{i}.{type(self.hooks[i]).__name__}."
     def state_dict(self):

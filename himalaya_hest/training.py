@@ -131,6 +131,7 @@ def train_step(
     "Forward, backward, hooks, clipping and update of one optimiser step."
     hooks, total = adapter.hooks, 0.
     n_targets = max(1, sum(int((b["labels"][:, 1:] != -100).sum()) for b in group))
+    n_tokens = [int(b["attention_mask"].sum()) for b in group]
     old = {n: p.detach().clone() for n, p in hooks.tracked_parameters().items()}
     for i, batch in enumerate(group):
         labels = batch["labels"].to(accelerator.device)
@@ -139,8 +140,8 @@ def train_step(
         loss = target_loss(logits, targets, n_targets)
         total += float(loss.detach())
         if not math.isfinite(total): raise FloatingPointError(f"the loss is {total}: lower training.learning_rate (now {training['learning_rate']}) or training.max_grad_norm")
-        extra = hooks.extra_loss(adapter.model, batch) if i == 0 else None
-        accelerator.backward(loss if extra is None else loss + extra)
+        terms = [hooks.extra_loss(adapter.model, batch) if i == 0 else None, hooks.micro_batch_loss(adapter.model, batch, n_tokens[i] / sum(n_tokens))]
+        accelerator.backward(sum((t for t in terms if t is not None), loss))
     hooks.after_backward()
     torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], training["max_grad_norm"])
     optimizer.step()
@@ -157,14 +158,14 @@ def train_task(
     accelerator, # accelerate.Accelerator
     state: TaskState | None = None, # where to go on; a fresh one starts the task
     on_step: Callable[[TaskState], None] = lambda state: None, # told of each finished step
-) -> TaskState: # at the task's last step
+) -> TaskState: # at the task's last step, or where a hook stopped it
     "Train one task, from the state's step to the last; `FloatingPointError` if the loss is not finite."
     state = state or TaskState()
     n_steps = steps_of_task(n_batches, training)
     _prepare(adapter, training, n_steps, state)
     adapter.model.train()
     groups = micro_batches(make_loader, n_batches, training["gradient_accumulation_steps"], state.step)
-    while state.step < n_steps:
+    while state.step < n_steps and not adapter.hooks.should_stop():
         state.loss = train_step(adapter, state.optimizer, next(groups), training, accelerator)
         state.scheduler.step()
         state.step += 1
