@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import sys
 import tempfile
 import warnings
 from array import array
@@ -126,7 +127,7 @@ class MiniSource(Source):
     def read(self, task, split):
         from himalaya_hest.mini_world import mini_rows
         return list(enumerate(mini_rows(task.name, self.world, split), 1))
-    def fingerprint(self, task, split): return digest_of(mini_world_digest(), task.name, self.world, split)
+    def fingerprint(self, task, split): return digest_of(mini_world_digest(), task.name, self.world, split, *_foreign_twin(task.name))
     def where(self, task, split): return f"mini world '{self.world}', task '{task.name}', split '{split}'"
 
 # %% ../nbs/08b_sources.ipynb #6399e928
@@ -143,6 +144,19 @@ def mini_world_digest() -> str:
     "What decides about generated rows."
     worlds = sorted(f.name for f in files("himalaya_hest").joinpath("data", "worlds").iterdir())
     return files_digest("mini_world.py", *(f"data/worlds/{name}" for name in worlds))
+
+# %% ../nbs/08b_sources.ipynb #05a56e65
+def _foreign_twin(task_name):
+    "The digest of the module that defines a task's twin, in a list; empty for the twins of the mini world itself."
+    from himalaya_hest import mini_world
+    module = mini_world.TWINS[mini_world.twin_of(task_name)].__module__
+    if module == mini_world.__name__: return []
+    try: return [_source_digest(module)]
+    except (AttributeError, OSError): raise ValueError(f"task '{task_name}': the module '{module}' that defines its twin has no source file to tell its rows by; define the twin in a file that is imported") from None
+
+@lru_cache(maxsize=None)
+def _source_digest(module):
+    return hashlib.sha256(Path(sys.modules[module].__file__).read_bytes()).hexdigest()
 
 # %% ../nbs/08b_sources.ipynb #d9c3c2e1
 def examples_of(

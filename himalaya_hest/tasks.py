@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['MAX_TEXT_BYTES', 'KINDS', 'SPLITS', 'GROUPS', 'CHECKS', 'TASK_KEYS', 'STREAM_KEYS', 'REQUIRED', 'SOURCES', 'WORLDS',
            'MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'parse_template', 'resolve', 'nearest', 'as_text', 'fill', 'label_text',
-           'entity_spans', 'Example', 'Task', 'labels_for_metric', 'format_row', 'instruction_of', 'mixed_seed',
-           'deciding_fields', 'target_of', 'language_of', 'scored_as', 'check_keys', 'make_task', 'metric_names',
-           'check_split', 'split_rows', 'Stream', 'read_yaml', 'stream_names', 'load_stream', 'stream_from',
-           'task_order']
+           'entity_spans', 'spelled', 'Example', 'Task', 'labels_for_metric', 'format_row', 'instruction_of',
+           'mixed_seed', 'deciding_fields', 'target_of', 'language_of', 'scored_as', 'check_keys', 'make_task',
+           'metric_names', 'check_split', 'split_rows', 'Stream', 'read_yaml', 'stream_names', 'load_stream',
+           'stream_from', 'task_order']
 
 # %% ../nbs/06_tasks.ipynb #908879d9
 import difflib
@@ -141,6 +141,13 @@ def entity_spans(
         last = tag
     return [(kind, " ".join(words)) for kind, words in spans]
 
+# %% ../nbs/06_tasks.ipynb #23d6deec
+def spelled(
+    text: str, # any text that UTF-8 can hold
+) -> str: # one item a byte, separated by single spaces
+    "The text byte by byte."
+    return " ".join("_" if b == 0x20 else chr(b) if 0x20 < b < 0x7f else f"{b:02x}" for b in text.encode())
+
 # %% ../nbs/06_tasks.ipynb #54020e40
 @dataclass(frozen=True)
 class Example:
@@ -185,6 +192,7 @@ class Task:
     tests: str | None = None # kind code: template of the program's tests; a list of texts is one a line
     train_rows: int | None = None # rows of the training split as published, for the plan of a dry run alone
     instructions: tuple[str, ...] | None = None # one of these stands in the instruction's place, by the row's number; no key of a file (`08e_instructions`)
+    byte_level: bool = False # the prompt is spelled byte by byte
 
     @property
     def metric_labels(self) -> tuple[str, ...] | None: return labels_for_metric(self)
@@ -206,6 +214,7 @@ def format_row(
     "The row as text; `ValueError` naming task, row and column when the row does not fit."
     try:
         prompt, (target, references) = fill(task.prompt, row), target_of(task, row)
+        if task.byte_level: prompt = spelled(prompt)
         tests = fill(task.tests, row, "\n") if task.tests else ""
         if task.tests and not tests: raise LookupError(f"the tests {task.tests!r} are empty, which every program would pass")
         return Example(instruction_of(task, index), prompt, target, references, language_of(task, row) or task.languages[-1], tests)
@@ -234,7 +243,7 @@ def deciding_fields(
     task: Task, # the task
 ) -> dict: # name → value
     "The fields of a task that decide about texts and scores, for digests."
-    added_later = {"tests": None, "instructions": None}
+    added_later = {"tests": None, "instructions": None, "byte_level": False}
     return {k: v for k, v in asdict(task).items() if k != "train_rows" and (k not in added_later or v != added_later[k])}
 
 # %% ../nbs/06_tasks.ipynb #8ba1b4f9
@@ -295,18 +304,19 @@ def _is_texts(v): return isinstance(v, list) and bool(v) and all(_is_text(t) for
 def _is_text(v): return isinstance(v, str) and bool(v.strip()) and not re.search("[\ud800-\udfff]", v) # half characters
 def _is_count(v): return isinstance(v, int) and not isinstance(v, bool) and 1 <= v < 10 ** 12
 def _is_share(v): return isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v < 1
+def _is_truth(v): return isinstance(v, bool)
 def _is_map(v): return isinstance(v, dict) and bool(v) and all(_is_text(k) and _is_text(t) for k, t in v.items())
 
 CHECKS = {
     "text": (_is_text, "text that is not blank"), "texts": (_is_texts, "a list of texts, such as [\"no\", \"yes\"]"),
     "count": (_is_count, "a whole number of at least 1, without quotes"), "share": (_is_share, "a number from 0 up to but not including 1, without quotes"),
     "map": (_is_map, "names with texts, such as {train: train}"), "text or texts": (lambda v: _is_text(v) or _is_texts(v), "text or a list of texts"),
-    "list": (lambda v: isinstance(v, list) and bool(v), "a list of at least one task"),
+    "list": (lambda v: isinstance(v, list) and bool(v), "a list of at least one task"), "truth": (_is_truth, "true or false, without quotes"),
 }
 TASK_KEYS = dict(name="text", kind="text", languages="texts", instruction="text", prompt="text", target="text", metric="text",
     labels="texts", no_answer="text", language="text", language_prefixes="map", tokens="text", repo="text", config="text or texts",
     revision="text", splits="map", max_train_rows="count", max_eval_rows="count", max_new_tokens="count", label_noise="share",
-    group="text", shared_instruction="text", tests="text", train_rows="count")
+    group="text", shared_instruction="text", tests="text", train_rows="count", byte_level="truth")
 STREAM_KEYS = dict(name="text", source="text", world="text", tasks="list", extends="text", first="count", only="texts", splits="map", max_train_rows="count")
 REQUIRED = ("name", "kind", "languages", "instruction", "prompt", "target", "metric")
 
