@@ -37,16 +37,18 @@ class FactorisedController(nn.Module):
         super().__init__()
         self.token = nn.Parameter(normal(rank, width, std=std, seed=seed))
         self.layer = nn.Parameter(normal(n_layers, rank, std=std, seed=seed + 1))
-    def forward(self,
+    def tokens(self,
         h: Tensor, # (..., d) float32
-    ) -> Tensor: # (..., L, 1)
-        return (torch.sigmoid(h @ self.token.T) @ torch.sigmoid(self.layer).T / len(self.token))[..., None]
+    ) -> Tensor: # (..., k)
+        "What the tokens need: the part that no layer changes."
+        return torch.sigmoid(h @ self.token.T)
     def of_layer(self,
-        h: Tensor, # (..., d) float32, of this layer
+        tokens: Tensor, # (..., k) from `tokens`
         layer: int,
     ) -> Tensor: # (..., 1)
-        "The same for one layer, from a hidden state of its own."
-        return (torch.sigmoid(h @ self.token.T) @ torch.sigmoid(self.layer[layer]) / len(self.token))[..., None]
+        return (tokens @ torch.sigmoid(self.layer[layer]) / len(self.token))[..., None]
+    def multiply_adds(self, n_inputs: int = 1) -> int: # of one token whose hidden state is read so many times
+        return self.token.numel() * n_inputs + self.layer.numel()
 
 class UnfactorisedController(nn.Module):
     "p_{ℓ,t,r} = σ(W_ℓ h_t)_r: a matrix for each layer, a number for each unit."
@@ -59,12 +61,14 @@ class UnfactorisedController(nn.Module):
     ):
         super().__init__()
         self.weight = nn.Parameter(normal(n_layers, n_units, width, std=std, seed=seed))
-    def forward(self,
+    def tokens(self,
         h: Tensor, # (..., d) float32
-    ) -> Tensor: # (..., L, R)
-        return torch.sigmoid(torch.einsum("...d,lrd->...lr", h, self.weight))
+    ) -> Tensor: # (..., d), as they are
+        return h
     def of_layer(self,
-        h: Tensor, # (..., d) float32, of this layer
+        tokens: Tensor, # (..., d)
         layer: int,
     ) -> Tensor: # (..., R)
-        return torch.sigmoid(h @ self.weight[layer].T)
+        return torch.sigmoid(tokens @ self.weight[layer].T)
+    def multiply_adds(self, n_inputs: int = 1) -> int: # of one token
+        return self.weight.numel()
