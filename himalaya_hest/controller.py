@@ -25,6 +25,7 @@ def rms_normed(
     "h / √(mean h² + 10⁻⁶)."
     return nn.functional.rms_norm(h.float(), h.shape[-1:], eps=1e-6)
 
+# %% ../nbs/21_controller.ipynb #36418033
 class FactorisedController(nn.Module):
     "p_{ℓ,t} = mean_i σ(W h_t)_i σ(w_ℓ)_i."
     def __init__(self,
@@ -50,6 +51,7 @@ class FactorisedController(nn.Module):
     def multiply_adds(self, n_inputs: int = 1) -> int: # of one token whose hidden state is read so many times
         return self.token.numel() * n_inputs + self.layer.numel()
 
+# %% ../nbs/21_controller.ipynb #282dcce3
 class UnfactorisedController(nn.Module):
     "p_{ℓ,t,r} = σ(W_ℓ h_t)_r: a matrix for each layer, a number for each unit."
     def __init__(self,

@@ -136,12 +136,17 @@ class TokenGates:
         by_site = lambda per_unit: per_unit.unflatten(-1, (self.core.places.n_slots, self.core.rank)).mean(-1) # (b, n, slots)
         self.spent[row] = by_site(expected_cost(weights, self.core.costs)) @ self.core.weight[row]
         if self.counts: self.shares[row] = torch.stack([by_site(weights[..., k]) @ self.core.weight[row] for k in range(3)], -1) / self.core.weight[row].sum()
-    def scope_share(self) -> Tensor: # (b, n), between 0 and 1
-        "Each token's energy over that of all directions in fp."
-        missing = set(range(len(self.core.places.layers))) - set(self.spent)
-        if missing: raise RuntimeError(f"no energy was counted in the layers {[self.core.places.layers[r] for r in sorted(missing)]}: the forward pass did not reach them")
-        return sum(self.spent[r] for r in sorted(self.spent))
-    def energy(self) -> Tensor: # scalar, with its gradient
-        "Mean scope share of the tokens that are not padding."
-        share = self.scope_share()
-        return share.mean() if self.attended is None else (share * self.attended).sum() / self.attended.sum().clamp(min=1)
+
+# %% ../nbs/23_directions.ipynb #0ec36562
+def _scope_share(self) -> Tensor: # (b, n), between 0 and 1
+    "Each token's energy over that of all directions in fp; `RuntimeError` where a layer was not reached."
+    missing = set(range(len(self.core.places.layers))) - set(self.spent)
+    if missing: raise RuntimeError(f"no energy was counted in the layers {[self.core.places.layers[r] for r in sorted(missing)]}: the forward pass did not reach them")
+    return sum(self.spent[r] for r in sorted(self.spent))
+
+def _energy(self) -> Tensor: # scalar, with its gradient
+    "Mean scope share of the tokens that are not padding."
+    share = self.scope_share()
+    return share.mean() if self.attended is None else (share * self.attended).sum() / self.attended.sum().clamp(min=1)
+
+TokenGates.scope_share, TokenGates.energy = _scope_share, _energy

@@ -32,6 +32,7 @@ from .packing import check_budget, load_packed_file, packed_bytes, snap_slots_, 
 from .peft_bridge import add_peft_type, prepare_quantised, register_peft_method
 from .presets import PARTS, SIZES, Parts, parts_of, spaces_of
 from .router import fit_router, masked_mean, rarity
+from .shell import widths_of
 from .streaming import make_hooks
 from .target_loss import target_logits, target_loss
 from .unchanged import has_digests, prompt_keys
@@ -222,13 +223,6 @@ TARGETS = {t: ["q_proj", "k_proj", "v_proj", "o_proj", "mlp"] for t in ("llama",
     "gpt_neox": ["query_key_value", "attention.dense", "mlp"], "gpt2": ["c_attn", "attn.c_proj", "mlp"]}
 OUTPUTS = ("o_proj", "attention.dense", "attn.c_proj") # the symmetric presets' only site: it is square
 
-def _widths(module, hidden_size, key):
-    if hasattr(module, "in_features"): return module.in_features, module.out_features
-    if hasattr(module, "nf"): return module.weight.shape[0], module.nf # GPT-2's Conv1D
-    if next(module.children(), None) is None or hidden_size is None:
-        raise ValueError(f"{key} ({type(module).__name__}) cannot be a site: its widths are unknown; target linear layers or whole MLPs")
-    return hidden_size, hidden_size
-
 def find_sites(
     model: nn.Module,
     matches, # name of a module → is it targeted?
@@ -242,7 +236,7 @@ def find_sites(
         if inner := [s.name for s in sites if key.startswith(s.name + ".")]:
             raise ValueError(f"{key} lies inside the site {inner[0]}; take one of the two out of target_modules")
         m = m.base_layer if isinstance(m, HimalayaLayer) else m
-        widths = _widths(m, hidden_size, key)
+        widths = widths_of(m, hidden_size, key)
         sites.append(Site(key, *widths, *spaces_of(key, *widths, vector_spaces)))
     return sites
 
