@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from .code_execution import check_platform
+from .presets import PARTS, parts_of
 from .registry import EWC_DEFAULTS, parse_adapter, resolve_adapter_config, searched_defaults, training_defaults
+from .streaming import STREAMING
 
 # %% ../nbs/41_config.ipynb #06432ac0
 LATER = "is not built yet"
@@ -68,6 +70,8 @@ class TrainingParameters:
     bf16: bool | None = None # autocast to bfloat16; None: as the scale says
     gradient_checkpointing: bool | None = None # recompute activations in the backward pass; None: as the scale says
     checkpoint_interval_s: float = 20. # seconds between two checkpoints inside a task
+    eval_steps: int = 0 # optimiser steps between two evaluations on a task's `development` rows, for early stopping; 0: none
+    early_stopping_patience: int = 3 # such evaluations in a row without a better score after which a task ends
 
 # %% ../nbs/41_config.ipynb #251f7b5a
 @dataclass
@@ -81,6 +85,8 @@ class EvaluationParameters:
     latency_new_tokens: int = 16 # generated tokens of each
     after_tasks: list | None = None # numbers of tasks after which all seen are evaluated; None: see `evaluation_schedule`
     reuse_answers: bool = True # keep answers on which nothing that acts has changed since; False: generate all each time
+    max_development_rows: int = 1000 # rows of a task by which its training is stopped early, where eval_steps says so; never reported
+    num_beams: int = 1 # of generation; 1: greedy
 
 @dataclass
 class EWCParameters:
@@ -203,11 +209,11 @@ SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sq
 
 def _check_ranges(cfg, training, evaluation, later=None):
     positive = {f"training.{k}": getattr(training, k) for k in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
-                "max_grad_norm", "max_length", "max_train_rows", "learning_rate")}
-    positive |= {f"evaluation.{k}": getattr(evaluation, k) for k in ("per_device_eval_batch_size", "max_eval_rows", "final_eval_rows", "max_new_tokens", "latency_new_tokens")}
+                "max_grad_norm", "max_length", "max_train_rows", "learning_rate", "early_stopping_patience")}
+    positive |= {f"evaluation.{k}": getattr(evaluation, k) for k in ("per_device_eval_batch_size", "max_eval_rows", "final_eval_rows", "max_new_tokens", "latency_new_tokens", "max_development_rows")}
     for name, value in positive.items():
         if value is not None and not 0 < value < float("inf"): raise ValueError(f"parameter {name} = {value!r} must be a positive number.")
-    from_zero = {f"training.{k}": getattr(training, k) for k in ("weight_decay", "warmup_steps", "checkpoint_interval_s")}
+    from_zero = {f"training.{k}": getattr(training, k) for k in ("weight_decay", "warmup_steps", "checkpoint_interval_s", "eval_steps")}
     from_zero |= {"evaluation.latency_pairs": evaluation.latency_pairs, "ewc.strength": cfg.ewc.get("strength"), "ewc.decay": cfg.ewc.get("decay")}
     for name, value in from_zero.items():
         if value is not None and not 0 <= value < float("inf"): raise ValueError(f"parameter {name} = {value!r} must be a number from 0 on.")
@@ -223,6 +229,7 @@ def _check_ranges(cfg, training, evaluation, later=None):
     for name, value in {"seed": cfg.seed, "order_seed": cfg.order_seed}.items():
         if not 0 <= value < 2**31: raise ValueError(f"parameter {name} = {value!r} must lie in [0, 2**31).")
     if training.max_steps == 0 or training.max_steps < -1: raise ValueError(f"parameter training.max_steps = {training.max_steps} must be positive, or -1.")
+    if evaluation.num_beams < 1: raise ValueError(f"parameter evaluation.num_beams = {evaluation.num_beams} must be at least 1, which is greedy.")
 
 def _check_places(cfg):
     for name in ("stream", "model", "results_dir", "cache_dir"):
@@ -261,8 +268,8 @@ _IN_NAME = ("adapter", "preset", "stream", "scale", "mode", "seed", "order_seed"
 
 SILENT = { # parameters that came later than the first records, and the values with which they say nothing
     "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False, replay_share=.01, instructions="own"),
-    "evaluation": dict(after_tasks=None, final_eval_rows=None, reuse_answers=True),
-    "training": dict(adam_beta1=.9, adam_beta2=.999),
+    "evaluation": dict(after_tasks=None, final_eval_rows=None, reuse_answers=True, max_development_rows=1000, num_beams=1),
+    "training": dict(adam_beta1=.9, adam_beta2=.999, eval_steps=0, early_stopping_patience=3),
 }
 
 MIRROR = dict(tracker="off", wandb_entity="", wandb_project="") # parameters that say where a run is shown, as all runs are compared
@@ -297,14 +304,14 @@ def _resolve_training(cfg, given):
         if training[key] is None: training[key] = value
     training |= {k: v for k, v in SCALES[cfg.scale]["training"].items() if training[k] is None}
     if cfg.mode == "trial":
-        training["num_train_epochs"], training["max_steps"] = 1, 2
+        training |= dict(num_train_epochs=1, max_steps=2, eval_steps=0, early_stopping_patience=TrainingParameters.early_stopping_patience)
         training["max_train_rows"] = min(training["max_train_rows"], 2 * training["per_device_train_batch_size"] * training["gradient_accumulation_steps"])
     return training
 
 def _resolve_evaluation(cfg, given):
     evaluation = asdict(_checked(EvaluationParameters, given, "evaluation."))
     evaluation |= {k: v for k, v in SCALES[cfg.scale]["evaluation"].items() if evaluation[k] is None}
-    if cfg.mode == "trial": evaluation |= {"max_eval_rows": min(2, evaluation["max_eval_rows"]), "final_eval_rows": None, "max_new_tokens": min(8, evaluation["max_new_tokens"] or 8), "latency_pairs": 0}
+    if cfg.mode == "trial": evaluation |= {"max_eval_rows": min(2, evaluation["max_eval_rows"]), "final_eval_rows": None, "max_new_tokens": min(8, evaluation["max_new_tokens"] or 8), "latency_pairs": 0, "max_development_rows": EvaluationParameters.max_development_rows}
     if cfg.protocol == "single":
         if given.get("final_eval_rows"): raise ValueError("parameter evaluation.final_eval_rows is given, but under protocol 'single' there is no last adapter that answers all tasks; leave it out.")
         evaluation["final_eval_rows"] = None
@@ -349,6 +356,7 @@ def resolve(
     _check_execution(cfg)
     _check_instructions(cfg)
     cfg.search = _resolve_search(cfg)
+    _check_stopping(cfg, method, formed)
     _resolve_tracker(cfg)
     cfg.run_id = cfg.run_id or default_run_id(cfg)
     return cfg
@@ -367,6 +375,24 @@ def _resolve_tracker(cfg):
     if cfg.tracker != "off": cfg.wandb_project = cfg.wandb_project or PROJECT
     for name in ("wandb_entity", "wandb_project"):
         if len(value := getattr(cfg, name)) > 128 or set(value) & set("/\\#?%: "): raise ValueError(f"parameter {name} = {value!r} must be a plain name of at most 128 characters, without spaces and /\\#?%:")
+
+# %% ../nbs/41_config.ipynb #9ba459cd
+def _check_stopping(cfg, method, formed):
+    "Refuse early stopping where there is nothing to choose by, or nothing to go back to."
+    steps, waits = cfg.training["eval_steps"], (("training", "early_stopping_patience"), ("evaluation", "max_development_rows"))
+    if not steps:
+        given = [f"{group}.{name}" for group, name in waits if getattr(cfg, group)[name] != SILENT[group][name]]
+        if given: raise ValueError(f"parameter {given[0]} is given, but training.eval_steps is 0: no training is stopped early; give eval_steps, or leave it out.")
+        return
+    why = dict(zero_shot="nothing is trained", joint="all tasks are trained at once, and none has an end of its own").get(cfg.protocol)
+    if why: raise ValueError(f"parameter training.eval_steps = {steps}, but under protocol {cfg.protocol!r} {why}; leave it out.")
+    trigger = parts_of(cfg.preset, {p: formed.get(p) for p in PARTS}).growth_trigger if method == "himalaya" else ""
+    if trigger in STREAMING:
+        raise ValueError(f"parameter training.eval_steps = {steps}, but with growth_trigger {trigger!r} adapter {cfg.adapter!r} has segments of its own, not tasks, and what it counts of them cannot go back; leave it out, or take growth_trigger 'boundary'.")
+    for name, n in {cfg.stream: cfg.n_tasks, **({cfg.search["stream"]: cfg.search["n_tasks"]} if cfg.search else {})}.items():
+        if lacking := [t.name for t in _stream(name).tasks[:n or None] if "development" not in t.splits]:
+            raise ValueError(f"parameter training.eval_steps = {steps} chooses a model by rows that are not reported, but task {lacking[0]!r} of stream {name!r} has no split 'development'; "
+                             "name one under `splits` in the stream's file, for example {train: train, validation: 'validation[50%:]', development: 'validation[:50%]'}, or leave eval_steps out.")
 
 # %% ../nbs/41_config.ipynb #99ef7ddd
 def _check_execution(cfg):

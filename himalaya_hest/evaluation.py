@@ -73,11 +73,12 @@ def greedy(
     batch: dict, # from `evaluation_batches`
     tokenizer, # for its stop and padding tokens
     takes_masks: bool, # does this adapter take prompt_mask and instruction_mask?
+    num_beams: int = 1, # beams of the search; 1: each token the most probable one
 ) -> list[str]: # generated texts, in the order of the batch
-    "Generate one batch of prompts greedily; special tokens are dropped from the texts."
+    "Generate one batch of prompts without drawing, greedily unless there are beams; special tokens are dropped from the texts."
     from transformers import GenerationConfig
     device = next(model.parameters()).device
-    config = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=batch["max_new_tokens"], eos_token_id=stop_ids(tokenizer), pad_token_id=pad_id(tokenizer))
+    config = GenerationConfig(do_sample=False, num_beams=num_beams, max_new_tokens=batch["max_new_tokens"], eos_token_id=stop_ids(tokenizer), pad_token_id=pad_id(tokenizer))
     with torch.no_grad():
         out = model.generate(**model_inputs(batch, takes_masks, device), generation_config=config)
     return tokenizer.batch_decode(out[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
@@ -108,7 +109,8 @@ def generate_answers(
     tasks: list[EvaluationTask],
     tokenizer,
     batch_size: int, # prompts at once
-    kept: dict | None = None, # task → rows of [digest, answer] of earlier calls, brought up to date; None: everything is generated
+    kept: dict | None = None, # task → rows of [digest, answer] of earlier calls with as many beams, brought up to date; None: everything is generated
+    num_beams: int = 1, # see `greedy`
 ) -> list[list[str]]: # per task, per row
     "Answers to all rows of the tasks."
     adapter.model.eval()
@@ -116,7 +118,7 @@ def generate_answers(
     answers = [_unchanged(k, (kept or {}).get(t.name, []), len(t.prompts)) for t, k in zip(tasks, keys)]
     wanted = {(i, j) for i, row in enumerate(answers) for j, a in enumerate(row) if a is None}
     for batch in evaluation_batches(tasks, batch_size, tokenizer, wanted):
-        for (i, j), text in zip(batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks)): answers[i][j] = text.strip()
+        for (i, j), text in zip(batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks, num_beams)): answers[i][j] = text.strip()
     if kept is not None: kept |= {t.name: [list(pair) for pair in zip(k, a)] for t, k, a in zip(tasks, keys, answers) if k is not None}
     log.info("%d of %d answers generated", len(wanted), sum(map(len, answers)))
     return answers
@@ -140,9 +142,10 @@ def evaluate(
     batch_size: int = 128, # prompts at once
     kept: dict | None = None, # see `generate_answers`
     rows: dict | None = None, # task → per row [answer, value], brought up to date; None: not wanted
+    num_beams: int = 1, # see `greedy`
 ) -> tuple[dict, dict]: # task → metrics, with "score" in [0, 1] among them; task → {labels, counts}, for tasks with labels
     "Generate and score tasks, and count which label was taken for which."
-    answers = generate_answers(adapter, tasks, tokenizer, batch_size, kept)
+    answers = generate_answers(adapter, tasks, tokenizer, batch_size, kept, num_beams)
     ended = program_outcomes(tasks, answers)
     scored = {t.name: _scored(t.metric, tuple(a), t.references, t.labels, t.languages, tuple(ended[t.name]) if t.name in ended else None) for t, a in zip(tasks, answers)}
     if rows is not None: rows |= {t.name: [list(x) for x in zip(a, row_values(t.metric, a, t.references, t.labels, t.languages, ended.get(t.name)))] for t, a in zip(tasks, answers)}
