@@ -24,17 +24,19 @@ class Budget(nn.Module):
         if not 0 < e_max <= 1: raise ValueError(f"e_max is {e_max}; expected a share of the scope's energy above 0 and at most 1")
         if e_max < floor: raise ValueError(f"e_max is {e_max:g}, below the floor {floor:g} of what no gate can save; give at least {floor:g}")
         if dual_rate < 0 or initial_price < 0 or not 0 <= anneal_share <= 1: raise ValueError(f"dual_rate {dual_rate}, initial_price {initial_price}, anneal_share {anneal_share}; expected none below 0, and a share of at most 1")
-        self.e_max, self.dual_rate, self.anneal_share, self.relative, self.n_steps = e_max, dual_rate, anneal_share, relative, 0
+        self.e_max, self.dual_rate, self.anneal_share, self.relative = e_max, dual_rate, anneal_share, relative
         self.register_buffer("price", torch.tensor(float(initial_price)))
         self.register_buffer("step", torch.tensor(0))
+        self.register_buffer("n_steps", torch.tensor(0))
     def begin(self,
         n_steps: int, # optimiser steps until the end
     ) -> None:
-        "The length of the line on which the target comes down."
-        self.n_steps = n_steps
+        "The target starts anew at 1; the price stays what it is."
+        self.n_steps.fill_(n_steps)
+        self.step.zero_()
     def target(self) -> float: # E_i
         "1 at first, E_max after the share of the steps that are annealed."
-        line = self.anneal_share * self.n_steps
+        line = self.anneal_share * int(self.n_steps)
         return self.e_max if self.step >= line else 1 + (self.e_max - 1) * float(self.step) / line
     def _excess(self, energy): return (energy - self.target()) / (self.e_max if self.relative else 1.)
     def term(self,

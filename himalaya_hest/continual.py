@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'held_as', 'load_backbone', 'backbone_digest', 'not_loaded', 'stream_of',
-           'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'ContinualRun', 'save_run',
-           'restore_run', 'claim_folder', 'lessons_of', 'lesson_steps', 'run_task', 'evaluate_seen', 'evaluate_all',
-           'sizes_of', 'train_stream', 'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part',
-           'write_predictions', 'score_matrix', 'versions', 'code_version', 'device_info', 'world_of', 'task_info',
-           'peak_memory_mb', 'make_record', 'run_continual']
+           'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'ContinualRun', 'early_stopping',
+           'note_scores', 'save_run', 'restore_run', 'claim_folder', 'lessons_of', 'lesson_steps', 'run_task',
+           'evaluate_seen', 'evaluate_all', 'sizes_of', 'train_stream', 'evaluate_backbone', 'final_tasks',
+           'evaluate_final', 'final_part', 'write_predictions', 'score_matrix', 'versions', 'code_version',
+           'device_info', 'world_of', 'development_digest', 'task_info', 'peak_memory_mb', 'make_record',
+           'run_continual']
 
 # %% ../nbs/46_continual.ipynb #8af530f7
 import contextlib
@@ -38,6 +39,7 @@ from .checkpoint import latest_checkpoint, random_states, save_checkpoint, set_r
 from .code_execution import Limits, run_programs
 from .config import RunConfig, evaluation_schedule, resolve, save_config, told_parameters
 from .continual_metrics import continual_summary
+from .early_stopping import EarlyStopping
 from .evaluation import EvaluationTask, cpu_latency_overhead, evaluate, evaluation_task
 from .hooks import HookList, StreamHooks, TaskContext
 from .hub import get_source
@@ -47,7 +49,7 @@ from .peft_bridge import prepare_quantised
 from .plan import make_plan, plan_numbers, plan_text
 from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, searched_defaults, serving_bytes
 from .search import GivenUp, search, with_setting
-from .sources import DataWarning, cut_counts, materialise, tokenizer_digest, world_digest
+from .sources import DataWarning, cut_counts, digest_of, materialise, split_note, tokenizer_digest, world_digest
 from .tasks import Stream, Task, load_stream, mixed_seed, scored_as, task_order
 from .tracking import NoTracker, ScrubbedFormatter, check_secrets, check_tracker, is_mirrored, mirror, open_tracker, scrub
 from .training import TaskState, steps_of_task, train_task
@@ -136,6 +138,7 @@ class TaskData:
     seed: int # of the row order
     final: object = None # materialised rows of the evaluation at the end of the stream, where that has rows of its own
     told: str = "" # the instruction as hooks are told it
+    development: EvaluationTask | None = None # rows by which its training is stopped early, where it is
 
     def make_loader(self, epoch: int = 0, start: int = 0) -> TaskLoader:
         "The batches of one epoch in their seeded order, from micro-batch `start` on."
@@ -162,10 +165,12 @@ def load_tasks(
             label_noise=training["label_noise"], noise_seed=config.seed, **kw)
         held = materialise(asked, source, "validation", max_rows=evaluation["max_eval_rows"], **kw)
         final = materialise(asked, source, "validation", max_rows=evaluation["final_eval_rows"], **kw) if evaluation["final_eval_rows"] else None
+        chosen_by = materialise(learnt, source, "development", max_rows=evaluation["max_development_rows"], **kw) if training["eval_steps"] else None
+        development = chosen_by and evaluation_task(task, chosen_by, evaluation["max_new_tokens"], marked)
         out[task.name] = TaskData(task, train, evaluation_task(task, held, evaluation["max_new_tokens"], marked), Collator(tokenizer, marks_instruction=marked),
-                                  training["per_device_train_batch_size"], config.seed, final, learnt.instruction if tells_hooks(config.instructions) else "")
-        cuts |= {f"{task.name}, {name}": cut_counts(rows) for name, rows in (("train", train), ("validation", final or held)) if rows is not None}
-        for rows in (train, held, final):
+                                  training["per_device_train_batch_size"], config.seed, final, learnt.instruction if tells_hooks(config.instructions) else "", development)
+        cuts |= {f"{task.name}, {name}": cut_counts(rows) for name, rows in (("train", train), ("validation", final or held), ("development", chosen_by)) if rows is not None}
+        for rows in (train, held, final, chosen_by):
             if rows is not None: rows.close()
     tell_cuts(cuts, max_length)
     return out
@@ -234,7 +239,8 @@ class ContinualRun:
         self.kept = [KeptRows(self.data[n].train, config.replay_share, mixed_seed(config.seed, "replay", n)) for n in self.order] if config.protocol == "replay" else []
         self.lessons = lessons_of(self)
         self.adapter = build_adapter(config.adapter, self.model, self.tokenizer, config.preset, config.adapter_config, config.ewc or None, config.seed)
-        self.adapter.hooks = HookList([*self.adapter.hooks.hooks, *hooks])
+        self.stopping = early_stopping(self)
+        self.adapter.hooks = HookList([*self.stopping, *self.adapter.hooks.hooks, *hooks])
         if config.training["gradient_checkpointing"]: self.adapter.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.initial = self.adapter.snapshot() if config.protocol == "single" else None
         self.world = world_of(self)
@@ -246,7 +252,27 @@ class ContinualRun:
     def schedule(self) -> list[int]: return evaluation_schedule(len(self.order), self.config.evaluation["after_tasks"])
     def wall_s(self) -> float: return self.position.wall_s + time.monotonic() - self.started
 
+# %% ../nbs/46_continual.ipynb #98377555
+def early_stopping(run) -> list[EarlyStopping]: # one, or none where the run has none
+    "What stops each task of a run by its development rows."
+    training, e, adapter, tokenizer = run.config.training, run.config.evaluation, run.adapter, run.tokenizer
+    if not training["eval_steps"]: return []
+    rows = {n: d.development for n, d in run.data.items()}
+    def score_of(name): return evaluate(adapter, [rows[name]], tokenizer, e["per_device_eval_batch_size"], num_beams=e["num_beams"])[0][name]["score"]
+    return [EarlyStopping(adapter, score_of, training["eval_steps"], training["early_stopping_patience"])]
+
+def note_scores(run) -> None:
+    "Put what early stopping has newly seen of the present task into the history."
+    p = run.position
+    for stop in run.stopping:
+        begun, known = p.global_step - stop.step, sum("val_score" in h and h["task"] == stop.task for h in p.history)
+        for step, score in stop.history[known:]:
+            p.history.append(dict(step=begun + step, task=stop.task, val_score=score))
+            log.info("%s, step %d: %.4f on its development rows", stop.task, step, score)
+
 # %% ../nbs/46_continual.ipynb #f3ba730a
+def _held_to(world): return [world["digest"], world["development"]] if "development" in world else world["digest"]
+
 def save_run(
     run: ContinualRun,
     state: TaskState | None = None, # inside a task: its training
@@ -258,7 +284,7 @@ def save_run(
     parts = dict(adapter=adapter_tensors(run.adapter), hooks=run.adapter.hooks.state_dict(), moments=state.tensors() if state else {}, random=random_states())
     tensors = {f"{kind}/{n}": t for kind, named in parts.items() for n, t in named.items()}
     meta = asdict(p) | dict(wall_s=run.wall_s())
-    save_checkpoint(run.folder/"checkpoints", p.n_checkpoints, tensors, dict(position=meta, world=run.world["digest"]))
+    save_checkpoint(run.folder/"checkpoints", p.n_checkpoints, tensors, dict(position=meta, world=_held_to(run.world)))
 
 def restore_run(
     run: ContinualRun,
@@ -268,7 +294,7 @@ def restore_run(
     if found is None: return None
     tensors, meta = found
     part = lambda kind: {n[len(kind) + 1:]: t for n, t in tensors.items() if n.startswith(kind + "/")}
-    if meta["world"] != run.world["digest"]:
+    if meta["world"] != _held_to(run.world):
         raise ValueError(f"{run.folder}: the data, the stream's file or the backbone changed since this run began; restore them, or begin anew under another run_id")
     run.position = Position(**meta["position"])
     load_adapter_tensors(run.adapter, part("adapter"))
@@ -355,7 +381,7 @@ def evaluate_seen(run: ContinualRun) -> dict: # task → metrics
     e = run.config.evaluation
     kept = p.answers if e["reuse_answers"] and not run.config.hooks else None
     rows = p.rows if not e["final_eval_rows"] and (p.task + 1 == len(run.order) or run.config.protocol == "single") else None
-    scores, confusion = evaluate(run.adapter, [run.data[n].evaluation for n in seen], run.tokenizer, e["per_device_eval_batch_size"], kept, rows)
+    scores, confusion = evaluate(run.adapter, [run.data[n].evaluation for n in seen], run.tokenizer, e["per_device_eval_batch_size"], kept, rows, e["num_beams"])
     apart = run.config.protocol not in IN_SEQUENCE
     p.confusion = (p.confusion if apart else {}) | confusion
     return (p.scores[-1] if p.scores and apart else {}) | scores
@@ -363,7 +389,7 @@ def evaluate_seen(run: ContinualRun) -> dict: # task → metrics
 def evaluate_all(run: ContinualRun) -> None:
     "Evaluate all tasks once, and let every row of the matrix hold these scores of the tasks up to it."
     p, e = run.position, run.config.evaluation
-    scores, p.confusion = evaluate(run.adapter, [run.data[n].evaluation for n in run.order], run.tokenizer, e["per_device_eval_batch_size"], rows=None if e["final_eval_rows"] else p.rows)
+    scores, p.confusion = evaluate(run.adapter, [run.data[n].evaluation for n in run.order], run.tokenizer, e["per_device_eval_batch_size"], rows=None if e["final_eval_rows"] else p.rows, num_beams=e["num_beams"])
     p.scores = [{n: scores[n] for n in run.order[:i + 1]} for i in range(len(run.order))]
     p.task = len(run.order)
 
@@ -419,6 +445,7 @@ def train_stream(run: ContinualRun) -> None:
     def on_step(s):
         nonlocal saved
         run.position.global_step += 1; bar.update()
+        note_scores(run)
         if s.step % 10 == 0 or s.step == steps[run.position.task]:
             run.position.history.append(dict(step=run.position.global_step, task=run.lessons[run.position.task].task.name, train_loss=s.loss))
             run.tracker.log(run.position.history, run.position.scores)
@@ -426,6 +453,7 @@ def train_stream(run: ContinualRun) -> None:
     while run.position.task < len(run.lessons):
         if not run.position.trained:
             run_task(run, on_step, state); state = None
+            note_scores(run)
             run.position.trained = True; save_run(run)
         bar.set_postfix_str(_finish_joint(run) if run.config.protocol == "joint" else _finish_task(run, _life(run)))
     bar.close()
@@ -453,7 +481,7 @@ def evaluate_final(run: ContinualRun) -> None:
     e = run.config.evaluation
     if not e["final_eval_rows"] or run.position.final: return
     with run.adapter.model.disable_adapter() if run.config.protocol == "zero_shot" else contextlib.nullcontext():
-        run.position.final, _ = evaluate(run.adapter, final_tasks(run), run.tokenizer, e["per_device_eval_batch_size"], rows=run.position.rows)
+        run.position.final, _ = evaluate(run.adapter, final_tasks(run), run.tokenizer, e["per_device_eval_batch_size"], rows=run.position.rows, num_beams=e["num_beams"])
     if run.config.protocol != "zero_shot": save_run(run)
 
 def final_part(run: ContinualRun) -> dict: # for the record; empty without such an evaluation
@@ -506,11 +534,11 @@ def device_info(model) -> dict:
 def world_of(run: ContinualRun) -> dict:
     "The world of a run and its digest, which no seed changes."
     c, e = run.config, run.config.evaluation
-    settings = dict(max_eval_rows=e["max_eval_rows"], max_train_rows=c.training["max_train_rows"], max_new_tokens=e["max_new_tokens"], max_length=run.max_length, decoding="greedy")
+    settings = dict(max_eval_rows=e["max_eval_rows"], max_train_rows=c.training["max_train_rows"], max_new_tokens=e["max_new_tokens"], max_length=run.max_length, decoding="greedy" if e["num_beams"] == 1 else f"beams {e['num_beams']}")
     if len(run.schedule) < len(run.order): settings["after_tasks"] = run.schedule
     if c.chat_template: settings["chat_template"] = hashlib.sha256(repr(run.tokenizer.chat).encode()).hexdigest()
     if c.allow_code_execution: settings["code_execution"] = asdict(Limits())
-    settings |= {k: v for k, v, plain in (("quantisation", c.quantisation, "none"), ("dtype", c.dtype, "auto"), ("final_eval_rows", e["final_eval_rows"], None)) if v != plain}
+    settings |= {k: v for k, v, plain in (("quantisation", c.quantisation, "none"), ("dtype", c.dtype, "auto"), ("final_eval_rows", e["final_eval_rows"], None), ("num_beams", e["num_beams"], 1)) if v != plain}
     base = dict(settings)
     settings |= instructions_setting(run.stream, c.instructions, c.stream)
     out = dict(stream=run.stream.name, source=c.source, world=run.stream.world, backbone=run.backbone, evaluation=settings)
@@ -520,17 +548,29 @@ def world_of(run: ContinualRun) -> dict:
     if read := {t.name: r for t in run.stream.tasks if (r := run.source.revisions(t))}: out["revisions"] = read
     digest = lambda of: world_digest(run.stream, run.source, run.backbone, of, c.cache_dir)
     if c.instructions != "own": out |= dict(instructions=c.instructions, base_digest=digest(base))
+    if c.training["eval_steps"]: out["development"] = development_digest(run.stream, run.source, e["max_development_rows"], c.cache_dir)
     return out | dict(digest=digest(settings))
+
+def development_digest(
+    stream: Stream,
+    source,
+    max_rows: int, # of a task
+    cache_dir, # where notes of the splits lie
+) -> str:
+    "SHA-256 over the rows by which training was stopped; they decide about a model, not about what its scores mean, and so are no part of the world's digest."
+    return digest_of([split_note(t, source, "development", max_rows, cache_dir)["digest"] for t in sorted(stream.tasks, key=lambda t: t.name)])
 
 def task_info(run: ContinualRun) -> list[dict]: # per task, in the order trained
     "What tables say about each task."
     from himalaya_hest.text_metrics import chance_level
     out = []
     trained = run.lessons if run.config.protocol in IN_SEQUENCE else [run.data[n] for n in run.order]
+    ends = [h["step"] for h in run.position.history if "just_learned" in h]
+    taken = dict(zip(run.order, np.diff([0, *ends]).tolist())) if run.stopping else {}
     for t, e, lesson in zip((run.data[n].task for n in run.order), (run.data[n].evaluation for n in run.order), trained):
         out.append(dict(name=t.name, kind=t.kind, metric=t.metric, languages=list(t.languages), group=getattr(t, "group", None),
                         shared_instruction=getattr(t, "shared_instruction", None), chance=chance_level(t.metric, e.labels, [list(r) for r in e.references]),
-                        steps=steps_of_task(lesson.n_batches, run.config.training) if lesson.train is not None else 0))
+                        steps=taken[t.name] if taken else steps_of_task(lesson.n_batches, run.config.training) if lesson.train is not None else 0))
     return out
 
 # %% ../nbs/46_continual.ipynb #6b9cd328
@@ -633,7 +673,8 @@ def _same_input(record, config):
     stream, world = stream_of(config), record["world"]
     source = get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
     worded = instructions_setting(stream, config.instructions, config.stream).get("instructions") == world["evaluation"].get("instructions")
-    if not worded or world_digest(stream, source, world["backbone"], world["evaluation"], config.cache_dir) != world["digest"]:
+    chosen = "development" not in world or development_digest(stream, source, config.evaluation["max_development_rows"], config.cache_dir) == world["development"]
+    if not worded or not chosen or world_digest(stream, source, world["backbone"], world["evaluation"], config.cache_dir) != world["digest"]:
         raise ValueError(f"run {config.run_id} is finished, but its stream file or its data have changed since: give another run_id, or overwrite=True to run it again")
 
 # %% ../nbs/46_continual.ipynb #d63fa93b

@@ -77,8 +77,8 @@ class GatedDirections(nn.Module):
         self.u, self.v = (nn.ParameterList(nn.Parameter(t.detach().clone()) for t in side) for side in zip(*starts))
         self.s = nn.Parameter(torch.zeros(len(starts), starts[0][0].shape[0]))
         self.controller, self.gate = controller, gate
-        self.register_buffer("costs", torch.tensor([float(c) for c in check_costs(costs)], device=self.s.device), persistent=False)
-        self.register_buffer("weight", (places.cost() / places.cost().sum()).to(self.s.device), persistent=False)
+        self.register_buffer("costs", check_costs(costs), persistent=False)
+        self.register_buffer("weight", places.cost() / places.cost().sum(), persistent=False)
     @property
     def rank(self) -> int: return self.s.shape[1]
     def act(self,

@@ -19,7 +19,7 @@ def check_costs(
     costs: tuple, # of off, int8, fp
 ) -> Tensor: # (3,) float32
     "`ValueError` unless 0 ≤ off ≤ int8 ≤ fp and fp > 0."
-    c = torch.as_tensor(costs, dtype=torch.float32)
+    c = torch.as_tensor(costs, dtype=torch.float32, device="cpu")
     if c.shape != (3,) or not (0 <= c[0] <= c[1] <= c[2] and c[2] > 0): raise ValueError(f"costs of (off, int8, fp) are {tuple(costs)}; expected 0 ≤ off ≤ int8 ≤ fp, and fp above 0")
     return c
 

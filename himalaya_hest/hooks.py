@@ -37,6 +37,9 @@ class StreamHooks:
         return {}
     def after_optimizer_step(self, old: dict[str, Tensor]) -> None:
         "After each optimiser step; `old` holds the tracked parameters' values from before it."
+    def told(self) -> dict[str, float]:
+        "Numbers of the last step, for the history of a run."
+        return {}
     def should_stop(self) -> bool:
         "Asked before each step: has this task been trained enough?"
         return False
@@ -66,6 +69,7 @@ class HookList(StreamHooks):
     def after_backward(self): [h.after_backward() for h in self.hooks]
     def tracked_parameters(self): return {n: p for h in self.hooks for n, p in h.tracked_parameters().items()}
     def after_optimizer_step(self, old): [h.after_optimizer_step(old) for h in self.hooks]
+    def told(self): return {k: v for h in self.hooks for k, v in h.told().items()}
     def should_stop(self): return any([h.should_stop() for h in self.hooks])
     def on_task_end(self, loader): [h.on_task_end(loader) for h in self.hooks]
     def _prefix(self, i): return f"{i}.{type(self.hooks[i]).__name__}."
