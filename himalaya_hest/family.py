@@ -203,7 +203,7 @@ def ewc_faults(
 # %% ../nbs/40a_family.ipynb #668b1c98
 PEFT_METHODS = ("lora", "vera", "ia3", "osf", "oft", "fourierft", "randlora") # of PEFT's own, those that are tested; others may work
 FAMILY = [("himalaya", "default"), ("himalaya", "published"), ("himalaya", "published_gain"), *[(n, "default") for n in
-          ("lora-bank", "olora", "gpm-lora", "reft", "lilac", "coltas", "glodis", "lora-masked", *PEFT_METHODS)]]
+          ("lora-bank", "olora", "gpm-lora", "reft", "lilac", "coltas", "glodis", "lora-masked", "hest", "tabs", "bhsp", *PEFT_METHODS)], ("hest", "published")]
 EXCEPTIONS = { # (name, preset) → what it does not keep, and why that is no fault
     ("himalaya", "published"): {"identity at the start": "its update has the norm 1/√d or 0 by its formula, whatever was learned"},
     ("himalaya+ewc", "default"): {"a penalty elsewhere": "slots of finished tasks and all that reaches them in the router stand still, so EWC holds what does not move anyway"},

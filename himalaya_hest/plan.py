@@ -32,7 +32,7 @@ from .instructions import instructed
 from .lora_bank import bank_bytes
 from .mixed_rows import n_kept, row_bytes
 from .packing import fill_of, packed_bytes
-from .registry import LATER_ADAPTERS, adapter_bytes, build_adapter
+from .registry import adapter_bytes, build_adapter
 from .sources import spread
 from .tasks import load_stream
 
@@ -412,12 +412,8 @@ def lenient(
     parameters: dict, # of a run
 ) -> tuple[RunConfig, list]: # resolved; messages about what is not built yet
     "Resolve a run whose parts need not all be there; other mistakes are errors as always."
-    later, given = [], dict(parameters)
-    method = str(given.get("adapter", "himalaya")).lower().partition("+")[0]
-    if method in LATER_ADAPTERS:
-        later.append(f"adapter {given['adapter']!r} is not built yet; the plan counts LoRA in its place")
-        given |= dict(adapter="lora", adapter_config={}, ewc={})
-    return resolve(given, later=later), later
+    later = []
+    return resolve(dict(parameters), later=later), later
 
 # %% ../nbs/41a_plan.ipynb #30514761
 def trained_loads(config: RunConfig, loads: list[TaskLoad]) -> list[TaskLoad]: # as trained one after another
