@@ -385,11 +385,11 @@ def _fits_together(task, where):
         raise ValueError(f"{where}, key 'splits': '{missing[0]}' is missing; write, for example, {{train: train, validation: test}}")
 
 # %% ../nbs/06_tasks.ipynb #b913871d
-_SLICE = re.compile(r"([\w-]+)(?:\[(\d{1,12}%?)?:(\d{1,12}%?)?\])?")
+_SLICE = re.compile(r"([\w-]+)(?:\[(\d{1,12}%?)?:(\d{1,12}%?)?(?::([1-9]\d{0,8}))?\])?")
 
 def check_split(
     role: str, # train, validation or development
-    expression: str, # such as `train`, `train[:480]`, `validation[50%:]`
+    expression: str, # such as `train`, `train[:480]`, `validation[50%:]`, `test[::2]`
     where: str, # file and task, for messages
 ) -> None:
     "Refuse an unknown role or an unreadable slice."
@@ -402,9 +402,9 @@ def split_rows(
     n_rows: int, # rows of the whole split
 ) -> tuple[str, range]: # its name, and the positions that the slice keeps
     "Name and positions of a split expression."
-    name, start, stop = _SLICE.fullmatch(expression).groups()
+    name, start, stop, step = _SLICE.fullmatch(expression).groups()
     at = lambda v, default: default if v is None else min(n_rows * int(v[:-1]) // 100 if v.endswith("%") else int(v), n_rows)
-    return name, range(at(start, 0), at(stop, n_rows))
+    return name, range(at(start, 0), at(stop, n_rows), int(step or 1))
 
 # %% ../nbs/06_tasks.ipynb #5bd199a1
 @dataclass(frozen=True)
