@@ -76,7 +76,7 @@ class GatedDirections(nn.Module):
         self.places, self.reads, self.temperature, self.normalise = places, reads, temperature, normalise
         self.u, self.v = (nn.ParameterList(nn.Parameter(t.detach().clone()) for t in side) for side in zip(*starts))
         self.s = nn.Parameter(torch.zeros(len(starts), starts[0][0].shape[0]))
-        self.controller, self.gate = controller, gate
+        self.controller, self.gate, self._rounded = controller, gate, {}
         self.register_buffer("costs", check_costs(costs), persistent=False)
         self.register_buffer("weight", places.cost() / places.cost().sum(), persistent=False)
     @property
@@ -85,14 +85,26 @@ class GatedDirections(nn.Module):
         i: int, # site
         x: Tensor, # (..., d_in) its input
         y: Tensor, # (..., d_out) its output
-        states: Tensor, # (..., slots · R, 3) one-hot, of its layer
+        fp: Tensor | None, # (..., slots · R) 1 where a unit of its layer is in fp; None: nowhere
+        int8: Tensor | None, # (..., slots · R) the same for int8
     ) -> Tensor: # (..., d_out)
-        "The site's output with its open directions added."
-        slot, x = self.places.at[i][1], x.to(self.s.dtype)
-        z, u, v, s = states[..., slot * self.rank:(slot + 1) * self.rank, :], self.u[i], self.v[i], self.s[i]
-        out = (z[..., 2] * s * (x @ v.T)) @ u
-        if self.has_int8: out = out + fake_int8(z[..., 1] * s * (fake_int8(x) @ fake_int8(v).T)) @ fake_int8(u.T).T
-        return y + out.to(y.dtype)
+        "The site's output with its open directions added; what is off everywhere is skipped."
+        slot, s, x = self.places.at[i][1], self.s[i], x.to(self.s.dtype)
+        units = slice(slot * self.rank, (slot + 1) * self.rank)
+        if fp is not None: y = y + ((fp[..., units] * s * (x @ self.v[i].T)) @ self.u[i]).to(y.dtype)
+        if int8 is not None:
+            u, v = self.rounded(i)
+            y = y + (fake_int8(int8[..., units] * s * (fake_int8(x) @ v.T)) @ u).to(y.dtype)
+        return y
+    def rounded(self,
+        i: int, # site
+    ) -> tuple[Tensor, Tensor]: # U (R, d_out), V (R, d_in)
+        "Directions in eight bits: with their gradient in training, and kept until they change where there is none."
+        u, v = self.u[i], self.v[i]
+        if torch.is_grad_enabled(): return fake_int8(u.T).T, fake_int8(v)
+        now = (u.data_ptr(), u._version, v.data_ptr(), v._version)
+        if self._rounded.get(i, (None,))[0] != now: self._rounded[i] = (now, fake_int8(u.T).T.contiguous(), fake_int8(v))
+        return self._rounded[i][1:]
     @property
     def has_int8(self) -> bool: return bool(self.gate.allowed_states[1])
 
@@ -106,7 +118,7 @@ class TokenGates:
     ):
         self.core, self.attended, self.counts = core, attended, counts
         self.with_grad = torch.is_grad_enabled()
-        self.states, self.spent, self.shares, self._tokens = {}, {}, {}, None
+        self.states, self.open, self.spent, self.shares, self._tokens = {}, {}, {}, {}, None
     def enter(self,
         layer: int, # number of a block
         h: Tensor, # (b, n, d) its input
@@ -120,7 +132,8 @@ class TokenGates:
             p = core.controller.of_layer(tokens, row)
             if p.shape[-1] == core.rank: p = p.tile(core.places.n_slots)
             logits = core.gate.of_layer(p, row)
-            self.states[layer] = draw(logits, core.temperature) if core.training else harden(logits)
+            self.states[layer] = states = draw(logits, core.temperature) if core.training else harden(logits)
+            self.open[layer] = self._open(states)
             if row not in self.spent and (core.training or self.counts): self._count(row, logits.softmax(-1) if core.training else self.states[layer])
     def _read(self, layer, h):
         "The controller's view of the tokens at a layer; None where it reads nothing."
@@ -132,6 +145,10 @@ class TokenGates:
             return tokens
         if layer and self._tokens is None: raise RuntimeError(f"block {layer} was entered before block 1: the controller reads the output of the first block, so the blocks must run in order")
         return self._tokens
+    def _open(self, states):
+        "Masks of fp and int8; None for a state that is not allowed, or that no token is in where looking costs nothing."
+        masks = states[..., 2] if self.core.gate.allowed_states[2] else None, states[..., 1] if self.core.has_int8 else None
+        return masks if states.requires_grad or states.is_cuda else tuple(m if m is not None and bool(m.any()) else None for m in masks)
     def _count(self, row, weights):
         by_site = lambda per_unit: per_unit.unflatten(-1, (self.core.places.n_slots, self.core.rank)).mean(-1) # (b, n, slots)
         self.spent[row] = by_site(expected_cost(weights, self.core.costs)) @ self.core.weight[row]

@@ -36,14 +36,16 @@ class LastPass:
 
 class GatedLayer(ShellLayer):
     "A matrix of the backbone, with the open directions of the active adapters added to its output."
+    def __init__(self, base_layer, cores):
+        super().__init__(base_layer, cores)
+        self.layers = {} # adapter name → number of its block
     def forward(self, x, *args, **kwargs):
         y, passed = self.base_layer(x, *args, **kwargs), _GATES.get()
         if passed is None or self.disable_adapters: return y
+        if len(self.layers) < len(self.sites): self.layers.update({n: layer_of(self.cores[n].sites[i].name) for n, i in self.sites.items()})
         for name in self.active_adapters:
-            if name in self.sites and name in passed: y = self.cores[name].act(self.sites[name], x, y, passed[name].states[self.layers[name]])
+            if name in self.sites and name in passed: y = self.cores[name].act(self.sites[name], x, y, *passed[name].open[self.layers[name]])
         return y
-    @property
-    def layers(self): return {n: self.cores[n].places.layers[self.cores[n].places.at[i][0]] for n, i in self.sites.items()} # adapter name → its block
 
 # %% ../nbs/24_gated_shell.ipynb #687e66f4
 LLAMA_LIKE = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "smollm3", "olmo2")
