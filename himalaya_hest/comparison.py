@@ -18,6 +18,7 @@ import numpy as np
 
 from .checkpoint import write_atomic
 from .continual_metrics import evaluated_rows, retained_accuracy
+from .meters import joules_source
 from .pairs import FEWEST, bca_interval, by_pair, is_number, median_interval, method_of
 from .records import Table, finished_runs, is_complete, load_record, load_records, record_path, run_role, same_world, summary_table, task_table
 from .report import DARK, LIGHT, MIDDLE, Chart, new_figure, plain_axes, run_charts, run_report
@@ -97,16 +98,18 @@ def _best(records, name, higher):
 def aggregated_metrics(
     records: list[dict], # records of one world and one study
 ) -> dict: # primary_metric, metrics, best_proposed, best_baseline, gap
-    "The comparison across runs; null, with a warning, where no run is eligible."
+    "The comparison across runs; null, with a warning, where no run is eligible. `ValueError` for measured beside modelled Joules."
     name = primary_metric(same_world(records))
     text, higher = PRIMARY[name]
+    joules_source([r["summary"].get("joules_source") for r in records])
     names = dict.fromkeys(k for r in records for k, v in r["summary"].items() if is_number(v))
     metrics = {k: {r["run_id"]: r["summary"][k] for r in records if is_number(r["summary"].get(k))} for k in names}
     proposed, baselines = ([r for r in records if run_role(r) == role and r.get("config", {}).get("protocol", "sequential") == "sequential"] for role in ("proposed", "baseline"))
     baseline = _best(baselines, name, higher)
     if name == "mean_joules_per_sample" and baseline:
-        floor = metrics.get("rougeL", {}).get(baseline["run_id"], math.inf)
-        proposed = [r for r in proposed if (r["summary"].get("rougeL") or -math.inf) >= floor]
+        quality = next((k for k in ("rougeL", "accuracy") if k in metrics), "rougeL")
+        floor = metrics.get(quality, {}).get(baseline["run_id"], math.inf)
+        proposed = [r for r in proposed if (r["summary"].get(quality) or -math.inf) >= floor]
     best = _best(proposed, name, higher)
     for role, found in (("proposed", best), ("baseline", baseline)):
         if not found: warnings.warn(f"no eligible {role} run with {name} among {len(records)} runs: null is written")

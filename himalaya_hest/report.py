@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['DARK', 'MIDDLE', 'LIGHT', 'Chart', 'new_figure', 'plain_axes', 'retained_curve', 'score_matrix', 'task_bars',
-           'dictionary_life', 'learning_curves', 'confusion_matrices', 'run_charts', 'run_report']
+           'dictionary_life', 'learning_curves', 'confusion_matrices', 'energy_curve', 'utilisation', 'run_charts',
+           'run_report']
 
 # %% ../nbs/45_report.ipynb #f871f7a7
 import io
@@ -245,15 +246,54 @@ def confusion_matrices(
     figure.suptitle(record["run_id"], fontsize=9)
     return Chart("confusion", figure)
 
-# %% ../nbs/45_report.ipynb #92229643
+# %% ../nbs/45_report.ipynb #0bfad462
+def energy_curve(
+    record: dict, # a run's record whose history has energy, energy_target, energy_price
+) -> Chart: # topic energy_curve
+    "Expected energy, its target and its price over optimiser steps."
+    history = [h for h in record["history"] if "energy" in h]
+    x = [h["step"] for h in history]
+    figure, ((top,), (low,)) = new_figure(6.4, 4.4, 2, sharex=True, height_ratios=(2, 1))
+    for axes in (top, low): plain_axes(axes)
+    top.plot(x, [h["energy"] for h in history], color=DARK, linewidth=1.6, label="expected scope share of the step")
+    top.plot(x, [h["energy_target"] for h in history], color=MIDDLE, linewidth=1.2, linestyle=(0, (4, 2)), label="its target")
+    top.annotate(f"{history[-1]['energy']:.3f}", (x[-1], history[-1]["energy"]), (4, 0), textcoords="offset points", fontsize=7.5, va="center")
+    top.set(ylim=(0, 1.05)); top.set_ylabel("scope share\n(of all directions in fp)", fontsize=9); top.legend(fontsize=8, frameon=False)
+    low.plot(x, [h["energy_price"] for h in history], color=DARK, linewidth=1.4)
+    low.annotate(f"{history[-1]['energy_price']:.3f}", (x[-1], history[-1]["energy_price"]), (4, 0), textcoords="offset points", fontsize=7.5, va="center")
+    low.set_ylim(bottom=0); low.set_ylabel("price λ", fontsize=9); low.set_xlabel("optimiser steps", fontsize=9)
+    top.set_title(record["run_id"], fontsize=9)
+    top.margins(x=.08)
+    return Chart("energy_curve", figure)
+
+def utilisation(
+    record: dict, # a run's record with energy.utilisation
+) -> Chart: # topic utilisation
+    "Heat map of the cost of each layer's directions over positions, in hundredths of all in fp."
+    u = record["energy"]["utilisation"]
+    n, cost = np.array(u["n_tokens"]), np.array(u["cost"])
+    met = n > 0
+    shown, starts = np.where(met, cost, np.nan)[:, :met.nonzero()[0][-1] + 1], u["bin_width"] * np.arange(len(n))
+    figure, ((axes,),) = new_figure(.8 * shown.shape[1] + 2.6, .42 * len(u["layers"]) + 1.9)
+    image = axes.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    _write_cells(axes, shown, [[f"{100 * v:.0f}" if not np.isnan(v) else "" for v in row] for row in shown], .55, 8)
+    axes.set_xticks(range(shown.shape[1]), [f"{a}–{a + u['bin_width'] - 1}\nn = {k:,.0f}" for a, k in zip(starts, n[:shown.shape[1]])], fontsize=7)
+    axes.set_yticks(range(len(u["layers"])), [f"block {l}" for l in u["layers"]], fontsize=8)
+    axes.set_xlabel("position in the row (n: tokens of all samples and beams)", fontsize=9)
+    axes.set_title(f"{record['run_id']}\ncost of the open directions in hundredths of all in fp", fontsize=9)
+    axes.spines[:].set_visible(False)
+    figure.colorbar(image, ax=axes, shrink=.8, label="share of 1")
+    return Chart("utilisation", figure)
+
+# %% ../nbs/45_report.ipynb #6a5bc71f
 def run_charts(
     record: dict, # a run's record
 ) -> list[Chart]: # the figures that this record has data for
     "All figures of a run; those without data are left out."
-    complete = is_complete(record)
+    energy, complete = record.get("energy") or {}, is_complete(record) and len(record["tasks"]) > 1
     trained = any(h.get("step") is not None for h in record.get("history") or [])
-    known = [(retained_curve, complete), (score_matrix, complete), (task_bars, not np.isnan(np.diag(score_array(record))).all() or complete),
-             (dictionary_life, bool(record.get("dictionary"))), (learning_curves, trained), (confusion_matrices, bool(record.get("confusion")))]
+    known = [(retained_curve, complete), (score_matrix, complete), (task_bars, not energy and (not np.isnan(np.diag(score_array(record))).all() or complete)),
+             (energy_curve, any("energy" in h for h in record.get("history") or [])), (utilisation, "utilisation" in energy), (dictionary_life, bool(record.get("dictionary"))), (learning_curves, trained), (confusion_matrices, bool(record.get("confusion")))]
     return [draw(record) for draw, applies in known if applies]
 
 def run_report(
@@ -263,4 +303,4 @@ def run_report(
     tables = [summary_table(record), task_table(record)]
     if any(i.get("group") or i.get("shared_instruction") for i in record.get("task_info") or []): tables.append(group_table(record))
     if record.get("bytes"): tables.append(byte_table(record))
-    return tables + [c for c in run_charts(record) if c.topic in ("retained_accuracy", "score_matrix", "dictionary")]
+    return tables + [c for c in run_charts(record) if c.topic in ("retained_accuracy", "score_matrix", "dictionary", "energy_curve", "utilisation")]
