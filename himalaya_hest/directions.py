@@ -76,7 +76,7 @@ class GatedDirections(nn.Module):
         self.places, self.reads, self.temperature, self.normalise = places, reads, temperature, normalise
         self.u, self.v = (nn.ParameterList(nn.Parameter(t.detach().clone()) for t in side) for side in zip(*starts))
         self.s = nn.Parameter(torch.zeros(len(starts), starts[0][0].shape[0]))
-        self.controller, self.gate, self._rounded = controller, gate, {}
+        self.controller, self.gate, self._kept = controller, gate, {} # rounded directions, see `rounded`
         self.register_buffer("costs", check_costs(costs), persistent=False)
         self.register_buffer("weight", places.cost() / places.cost().sum(), persistent=False)
     @property
@@ -96,17 +96,21 @@ class GatedDirections(nn.Module):
             u, v = self.rounded(i)
             y = y + (fake_int8(int8[..., units] * s * (fake_int8(x) @ v.T)) @ u).to(y.dtype)
         return y
-    def rounded(self,
-        i: int, # site
-    ) -> tuple[Tensor, Tensor]: # U (R, d_out), V (R, d_in)
-        "Directions in eight bits: with their gradient in training, and kept until they change where there is none."
-        u, v = self.u[i], self.v[i]
-        if torch.is_grad_enabled(): return fake_int8(u.T).T, fake_int8(v)
-        now = (u.data_ptr(), u._version, v.data_ptr(), v._version)
-        if self._rounded.get(i, (None,))[0] != now: self._rounded[i] = (now, fake_int8(u.T).T.contiguous(), fake_int8(v))
-        return self._rounded[i][1:]
     @property
     def has_int8(self) -> bool: return bool(self.gate.allowed_states[1])
+
+# %% ../nbs/23_directions.ipynb #aa445dd3
+def _rounded(self,
+    i: int, # site
+) -> tuple[Tensor, Tensor]: # U (R, d_out), V (R, d_in)
+    "Directions in eight bits: with their gradient in training, and kept until they change where there is none."
+    u, v = self.u[i], self.v[i]
+    if torch.is_grad_enabled(): return fake_int8(u.T).T, fake_int8(v)
+    now = (u.data_ptr(), u._version, v.data_ptr(), v._version)
+    if self._kept.get(i, (None,))[0] != now: self._kept[i] = (now, fake_int8(u.T).T.contiguous(), fake_int8(v))
+    return self._kept[i][1:]
+
+GatedDirections.rounded = _rounded
 
 # %% ../nbs/23_directions.ipynb #99208ba0
 class TokenGates:
