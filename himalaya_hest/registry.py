@@ -78,7 +78,7 @@ FOUNDING_TRAINING = { # at other scales than mini
     "himalaya:published": dict(learning_rate=2e-4, weight_decay=1e-3),
     "himalaya:published_gain": dict(learning_rate=2e-4, weight_decay=1e-3),
     "lora-bank": TRAINING_DEFAULTS["lora-bank"], # as HIMALAYA's
-}
+} | dict.fromkeys(("hest", "hest:published", "tabs", "bhsp"), dict(learning_rate=3e-5, weight_decay=.01, adam_beta2=.95))
 FOUNDING_RIVALS = dict(learning_rate=1e-4, weight_decay=0.)
 FOUNDING_EWC = dict(strength=.4)
 USUAL = dict(warmup_ratio=.1, adam_beta1=.9, adam_beta2=.999) # transformers' betas
