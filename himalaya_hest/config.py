@@ -137,7 +137,7 @@ class EWCParameters:
 class SearchParameters:
     "The search before a run, where n_trials says that there is one."
     stream: str | None = None # whose tasks judge a setting, never those of the run; None: as the scale says
-    n_tasks: int = 8 # its first tasks
+    n_tasks: int = 8 # its first tasks; left open: all where there are fewer
     space: dict | None = None # parameter → {low, high, log, start} or {choices, start}; None: the adapter's, see `search_space`
     seed: int = 0 # of the sampler
     prune: bool = True # give up settings that fall behind
@@ -391,7 +391,7 @@ def resolve(
     searched = searched_defaults(cfg.adapter, cfg.preset, cfg.scale)
     cfg.ewc = asdict(_checked(EWCParameters, searched["ewc"] | cfg.ewc, "ewc.")) if with_ewc else {}
     cfg.adapter_config = searched["adapter_config"] | dict(cfg.adapter_config)
-    _resolve_budget(cfg, method)
+    _resolve_budget(cfg, method, later)
     formed = resolve_adapter_config(cfg.adapter, cfg.preset, cfg.adapter_config, cfg.seed)
     if cfg.preset != "default" and "preset" not in formed: raise ValueError(f"parameter preset = {cfg.preset!r}, but adapter {cfg.adapter!r} has one form only: 'default'.")
     _check_ranges(cfg, _checked(TrainingParameters, cfg.training, "training."), _checked(EvaluationParameters, cfg.evaluation, "evaluation."), later)
@@ -430,13 +430,13 @@ def _resolve_tracker(cfg):
 # %% ../nbs/41_config.ipynb #b544ffb2
 BUDGETED = ("hest", "bhsp")
 
-def _resolve_budget(cfg, method):
+def _resolve_budget(cfg, method, later=None):
     "One number for e_max: from itself, from tabs_record, from the adapter's own field, or the package's."
     if method not in BUDGETED:
         if named := [n for n in ("e_max", "tabs_record") if getattr(cfg, n)]: raise ValueError(f"parameter {named[0]} is a budget of energy, and adapter {cfg.adapter!r} has none; it is for {', '.join(BUDGETED)}.")
         return
     own = cfg.adapter_config.get("e_max")
-    if cfg.tabs_record and (cfg.e_max is None or Path(cfg.tabs_record).expanduser().exists()): found = _from_record(cfg)
+    if cfg.tabs_record and (cfg.e_max is None or Path(cfg.tabs_record).expanduser().exists()): found = _from_record(cfg, later)
     else: found = own if cfg.e_max is None else cfg.e_max
     for name, value in (("e_max", cfg.e_max), ("adapter_config.e_max", own)):
         if value is not None and value != found: raise ValueError(f"parameter {name} = {value!r}, but the budget was given as {found!r} too; give one of e_max, tabs_record and adapter_config.e_max.")
@@ -444,12 +444,15 @@ def _resolve_budget(cfg, method):
     cfg.e_max = tabs_e_max() if found is None else found
     cfg.adapter_config = cfg.adapter_config | dict(e_max=cfg.e_max)
 
-def _from_record(cfg):
-    path = Path(cfg.tabs_record).expanduser()
+def _from_record(cfg, later=None):
+    "E_max of tabs_record; a plan, which notes in `later` that there is none yet, goes on with the package's."
+    path, scope = Path(cfg.tabs_record).expanduser(), cfg.adapter_config.get("scope", "directions")
     try: record = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as e: raise ValueError(f"parameter tabs_record = {cfg.tabs_record!r} cannot be read ({e.strerror}); name the record.json of a run of adapter tabs.") from None
+    except OSError as e:
+        _refuse(f"parameter tabs_record = {cfg.tabs_record!r} cannot be read ({e.strerror}); name the record.json of a run of adapter tabs, which goes before this one.", later)
+        return tabs_e_max(scope=scope)
     except ValueError: raise ValueError(f"parameter tabs_record = {cfg.tabs_record!r} is no JSON; name the record.json of a run of adapter tabs.") from None
-    try: return tabs_e_max(record, cfg.adapter_config.get("scope", "directions"))
+    try: return tabs_e_max(record, scope)
     except (ValueError, AttributeError) as e: raise ValueError(f"parameter tabs_record = {cfg.tabs_record!r}: {e}") from None
 
 # %% ../nbs/41_config.ipynb #7ff4eda0
@@ -510,6 +513,7 @@ def _resolve_search(cfg):
     ours, theirs = _stream(cfg.stream), _stream(search["stream"])
     if ours == theirs or ours.name == theirs.name or (cfg.source == "mini" and theirs.source == "mini" and ours.world == theirs.world):
         raise ValueError(f"parameter search.stream = {search['stream']!r} is the world of the run itself: settings are never chosen on what is reported; name another stream.")
+    if "n_tasks" not in cfg.search: search["n_tasks"] = min(search["n_tasks"], len(theirs.tasks))
     if not 1 <= search["n_tasks"] <= len(theirs.tasks): raise ValueError(f"parameter search.n_tasks = {search['n_tasks']} must lie in 1 to {len(theirs.tasks)}, the tasks of {search['stream']!r}.")
     for name in ("finalists", "pairs"):
         if search[name] < 1: raise ValueError(f"parameter search.{name} = {search[name]} must be at least 1.")
