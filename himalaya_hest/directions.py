@@ -143,11 +143,12 @@ class TokenGates:
         "The controller's view of the tokens at a layer; None where it reads nothing."
         seen = lambda: self.core.controller.tokens(rms_normed(h) if self.core.normalise else h.float())
         if self.core.reads == "own_layer": return seen() if layer in self.core.places.layers else None
+        if layer == 0: return seen() if 0 in self.core.places.layers else None
         if layer == 1:
             tokens = seen()
             self._tokens = tokens if self._tokens is None else self._tokens
             return tokens
-        if layer and self._tokens is None: raise RuntimeError(f"block {layer} was entered before block 1: the controller reads the output of the first block, so the blocks must run in order")
+        if self._tokens is None: raise RuntimeError(f"block {layer} was entered before block 1: the controller reads the output of the first block, so the blocks must run in order")
         return self._tokens
     def _open(self, states):
         "Masks of fp and int8; None for a state that is not allowed, or that no token is in where looking costs nothing."

@@ -78,7 +78,7 @@ class GatedModel(ShellModel):
     target_module_mapping = GATED
     def parts(self, config, places, width) -> tuple[nn.Module, nn.Module]: raise NotImplementedError("a controller and a gate")
     def budget(self, config) -> Budget: raise NotImplementedError("the price of energy")
-    def reads(self, config) -> str: return "first_block" if config.skips_first_block else "own_layer"
+    def reads(self, config) -> str: return getattr(config, "controller_input", "own_layer")
     def _check_target_module_exists(self, config, key):
         found = BaseTuner._check_target_module_exists(config, key)
         return False if found and config.skips_first_block and layer_of(key) == 0 else found
@@ -216,7 +216,7 @@ def _controller_parameters(self, adapter_name: str | None = None) -> int:
 def _gate_costs(self, adapter_name: str | None = None) -> dict[str, int]: # multiply-adds of one token
     "What all directions in fp take, and what the controller takes."
     core = self.core(adapter_name)
-    inputs = 1 if core.reads == "first_block" else len(core.places.layers)
+    inputs = 1 + (0 in core.places.layers) if core.reads == "first_block" else len(core.places.layers)
     return dict(directions=int(core.places.cost().sum()) * core.rank, controller=core.controller.multiply_adds(inputs))
 
 GatedModel.energy, GatedModel.forget_pass, GatedModel.stream_hooks, GatedModel.optimizer_groups = _mean_energy, _forget_pass, _stream_hooks, _optimizer_groups

@@ -41,8 +41,8 @@ def tabs_e_max(
 
 # %% ../nbs/25_hest.ipynb #7ec0048d
 PRESETS = {
-    "default": dict(controller_input="first_block", gate="ordinal", anneal_share=.6, relative=True, controller_learning_rate=3e-3),
-    "published": dict(controller_input="own_layer", gate="affine", anneal_share=0., relative=False, controller_learning_rate=None),
+    "default": dict(controller_input="first_block", first_block="gated", gate="ordinal", anneal_share=.6, relative=True, controller_learning_rate=3e-3),
+    "published": dict(controller_input="own_layer", first_block="gated", gate="affine", anneal_share=0., relative=False, controller_learning_rate=None),
 }
 
 @dataclass
@@ -53,6 +53,7 @@ class HestConfig(GatedConfig):
     states: list[str] | None = None # that a gate may take; None: off, int8, fp
     controller: str = "factorised" # or unfactorised: a matrix for each layer
     controller_input: str | None = None # first_block or own_layer
+    first_block: str | None = None # gated, or bare: without an adapter
     gate: str | None = None # ordinal or affine
     e_max: float | None = None # budget as a scope share; None: 0.6 × the mean of the TABS run in the package
     dual_rate: float = .05 # α; 0: a fixed price, the soft penalty
@@ -65,7 +66,7 @@ class HestConfig(GatedConfig):
         self.peft_type = PeftType["HEST"]
         check_hest(self)
     @property
-    def skips_first_block(self) -> bool: return self.controller_input == "first_block"
+    def skips_first_block(self) -> bool: return self.first_block == "bare"
     @property
     def normalise(self) -> bool: return self.controller_input == "first_block"
 
@@ -77,7 +78,7 @@ def check_hest(config: HestConfig) -> None:
         if getattr(config, name) is None or getattr(config, name) == "preset": setattr(config, name, value)
     config.states = list(config.states or ("off", "int8", "fp"))
     check_states(tuple(config.states))
-    for name, known in dict(controller=("factorised", "unfactorised"), controller_input=("first_block", "own_layer"), gate=("ordinal", "affine")).items():
+    for name, known in dict(controller=("factorised", "unfactorised"), controller_input=("first_block", "own_layer"), first_block=("gated", "bare"), gate=("ordinal", "affine")).items():
         if getattr(config, name) not in known: raise ValueError(f"{name} is {getattr(config, name)!r}; expected one of {', '.join(known)}")
     check_scope(config)
     if config.k < 1: raise ValueError(f"k must be positive, got {config.k}")
