@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['JOULES_PER_MULTIPLY_ADD', 'MODELLED', 'SampleCosts', 'Utilisation', 'CostCounter', 'adapter_multiply_adds',
-           'count_answers', 'answer_batch', 'modelled_joules', 'measured_joules', 'latencies_ms', 'percentiles',
-           'energy_part']
+           'count_answers', 'answer_batch', 'modelled_joules', 'measured_joules', 'latencies_ms', 'clock_of',
+           'percentiles', 'energy_part']
 
 # %% ../nbs/44f_energy_evaluation.ipynb #e6a722f8
 import time
@@ -152,7 +152,7 @@ def answer_batch(adapter: Adapter, batch: dict, tokenizer, num_beams: int = 1, e
     "Generate a batch from `evaluation_batches`, at most its cap, or exactly so many tokens."
     from transformers import GenerationConfig
     new = exactly or batch["max_new_tokens"]
-    config = GenerationConfig(do_sample=False, num_beams=num_beams, max_new_tokens=new, min_new_tokens=exactly, eos_token_id=stop_ids(tokenizer), pad_token_id=pad_id(tokenizer))
+    config = GenerationConfig(do_sample=False, num_beams=num_beams, repetition_penalty=1., max_new_tokens=new, min_new_tokens=exactly, eos_token_id=stop_ids(tokenizer), pad_token_id=pad_id(tokenizer))
     adapter.model.generate(**model_inputs(batch, adapter.takes_masks, next(adapter.model.parameters()).device), generation_config=config)
 
 # %% ../nbs/44f_energy_evaluation.ipynb #1bab0205
@@ -191,22 +191,25 @@ def latencies_ms(
     n_samples: int = 60, # rows in turns
     new_tokens: int = 16, # exactly
     num_beams: int = 1,
-) -> tuple[np.ndarray, np.ndarray]: # of samples (n,), of decoded tokens (n · (new_tokens − 1),); wall time
+) -> tuple[np.ndarray, np.ndarray]: # of samples (n,), of decoded tokens (n · (new_tokens − 1),); by `clock_of`
     "Time of each sample and of each of its decoded tokens at batch 1; one more sample before them warms up."
     device, collate = next(adapter.model.parameters()).device, Collator(tokenizer, padding_side="left")
     wait = (lambda: torch.cuda.synchronize()) if device.type == "cuda" else (lambda: None)
-    ends, samples, tokens = [], [], []
-    def mark(*_): wait(); ends.append(time.perf_counter())
+    ends, samples, tokens, now = [], [], [], getattr(time, clock_of(device.type))
+    def mark(*_): wait(); ends.append(now())
     handle = adapter.model.get_base_model().register_forward_hook(mark)
     try:
         for k in range(n_samples + 1):
             batch = collate([task.prompts[k % len(task.prompts)]]); ends.clear(); wait()
-            start = time.perf_counter()
+            start = now()
             answer_batch(adapter, batch, tokenizer, num_beams, new_tokens)
             wait()
-            if k: samples.append(1e3 * (time.perf_counter() - start)); tokens += (1e3 * np.diff(ends)).tolist()
+            if k: samples.append(1e3 * (now() - start)); tokens += (1e3 * np.diff(ends)).tolist()
     finally: handle.remove()
     return np.array(samples), np.array(tokens)
+
+def clock_of(device_type: str) -> str: # a clock of `time`
+    return "process_time" if device_type == "cpu" and torch.get_num_threads() == 1 else "perf_counter"
 
 def percentiles(values: np.ndarray) -> dict[str, float]: # p50, p95, p99
     return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)}
@@ -239,7 +242,7 @@ def _details(adapter, costs, use, measured, samples, tokens, settings):
     short = lambda x, digits=4: np.round(x, digits).tolist()
     out = dict(n_samples=len(costs.tokens), tokens=short(costs.tokens, 0), energy_share=short(costs.energy_share, 6), modelled_joules_per_sample=modelled_joules(costs), measured=measured,
                multiply_adds=dict(backbone=float(costs.backbone.mean()), adapter=float(costs.adapter.mean()), adapter_fp=float(costs.adapter_fp.mean()), controller=float(costs.controller.mean())))
-    if samples is not None: out["latency_ms"] = dict(samples=percentiles(samples), decoded_tokens=percentiles(tokens), n_samples=len(samples), n_tokens=len(tokens), new_tokens=settings["latency_new_tokens"], batch_size=1)
+    if samples is not None: out["latency_ms"] = dict(samples=percentiles(samples), decoded_tokens=percentiles(tokens), n_samples=len(samples), n_tokens=len(tokens), new_tokens=settings["latency_new_tokens"], batch_size=1, clock=clock_of(next(adapter.model.parameters()).device.type))
     if use is None: return out
     n = np.maximum(use.n_tokens, 1)
     return out | dict(scope_energy_share=short(costs.scope_share), gate_costs=adapter.tuner.gate_costs(),

@@ -78,7 +78,7 @@ def greedy(
     "Generate one batch of prompts without drawing, greedily unless there are beams; special tokens are dropped from the texts."
     from transformers import GenerationConfig
     device = next(model.parameters()).device
-    config = GenerationConfig(do_sample=False, num_beams=num_beams, max_new_tokens=batch["max_new_tokens"], eos_token_id=stop_ids(tokenizer), pad_token_id=pad_id(tokenizer))
+    config = GenerationConfig(do_sample=False, repetition_penalty=1., num_beams=num_beams, max_new_tokens=batch["max_new_tokens"], eos_token_id=stop_ids(tokenizer), pad_token_id=pad_id(tokenizer))
     with torch.no_grad():
         out = model.generate(**model_inputs(batch, takes_masks, device), generation_config=config)
     return tokenizer.batch_decode(out[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
