@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LATER', 'CHOICES', 'SCALES', 'STUDIES', 'REVISIONS', 'SHORT_STREAM', 'LONG_POINTS', 'SCHEDULES', 'BOUND_TO_TASKS',
            'SILENT', 'MIRROR', 'PROJECT', 'BUDGETED', 'TrainingParameters', 'EvaluationParameters', 'EnergyParameters',
-           'EWCParameters', 'SearchParameters', 'evaluation_schedule', 'RunConfig', 'told_parameters',
+           'EWCParameters', 'SearchParameters', 'evaluation_schedule', 'Scaled', 'RunConfig', 'told_parameters',
            'parameters_digest', 'default_run_id', 'resolve', 'notebook_parameters', 'save_config', 'load_config']
 
 # %% ../nbs/41_config.ipynb #5cf0edee
@@ -160,8 +160,8 @@ def evaluation_schedule(
 
 # %% ../nbs/41_config.ipynb #3f1f11c0
 @dataclass
-class RunConfig:
-    "One run of a continual stream. Made by `resolve`, which checks everything."
+class Scaled:
+    "What a run is of; study and scale give what is left open."
     study: str = "continual25" # continual25, cnndm, lra: what scale and stream are for
     adapter: str = "himalaya" # method, or method+ewc
     preset: str = "default" # form of the method
@@ -174,6 +174,11 @@ class RunConfig:
     dtype: str = "" # of the backbone: float32, bfloat16, auto (its own on a GPU, float32 on a CPU); empty: as the scale says
     chat_template: bool | None = None # send prompts through the tokenizer's chat template; None: where study and scale give a chat backbone
     scale: str = "mini" # mini, medium, full: what is left open
+
+# %% ../nbs/41_config.ipynb #d8707a57
+@dataclass
+class RunConfig(Scaled):
+    "One run of a continual stream. Made by `resolve`, which checks everything."
     mode: str = "full" # trial: one epoch, at most 2 batches a task, a wiring check in seconds
     protocol: str = "sequential" # single: each task alone; zero_shot: the backbone alone; joint: the rows of all tasks mixed; replay: sequential, with some rows of earlier tasks
     instructions: str = "own" # what instructions say: own, unmarked, paraphrased, paraphrased_hard, shuffled, shared, absent; see `instructions`
