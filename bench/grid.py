@@ -7,7 +7,7 @@
 A grid file is YAML: `name`, `base` (parameters of `run_continual`), `axes` (a list of dictionaries parameter → list of values; each dictionary is a product, the
 dictionaries are joined), and `pairs`: how often each run is repeated, with seed and order_seed 0, 1, ... (an entry of `axes` may name its own `pairs`). A nested parameter is
 written with a dot (training.learning_rate). All runs of a pair come before those of the next one. Runs go to {results_dir}/{run_id}/ as always: finished ones are shown, killed ones go
-on. Each record is written to nbs/records/{name}/{run_id}.json as soon as its run has ended, without histories, with the command beside it.
+on. Each record is written to nbs/records/{name}/{run_id}.json as soon as its run has ended, without histories (but of studies of energy), with the command beside it.
 """
 import argparse
 import itertools
@@ -66,6 +66,7 @@ def compact(record, command):
     out["scores"] = [{task: {k: round(v, 4) if isinstance(v, float) else v for k, v in metrics.items()} for task, metrics in record["scores"][-1].items()}] # after the last task
     out["config"] = {k: v for k, v in out["config"].items() if k not in ("results_dir", "cache_dir", "overwrite")}
     out["task_info"] = [{k: task.get(k) for k in OF_TASK} for task in record["task_info"]]
+    if "energy" in record: out |= dict(energy=record["energy"], history=record["history"])
     if "search" in record: out["search"] = {k: record["search"][k] for k in ("name", "n_trials", "best")}
     return out
 

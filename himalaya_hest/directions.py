@@ -154,12 +154,14 @@ class TokenGates:
         "Masks of fp and int8; None for a state that is not allowed, or that no token is in where looking costs nothing."
         masks = states[..., 2] if self.core.gate.allowed_states[2] else None, states[..., 1] if self.core.has_int8 else None
         return masks if states.requires_grad or states.is_cuda else tuple(m if m is not None and bool(m.any()) else None for m in masks)
-    def _count(self, row, weights):
-        by_site = lambda per_unit: per_unit.unflatten(-1, (self.core.places.n_slots, self.core.rank)).mean(-1) # (b, n, slots)
-        self.spent[row] = by_site(expected_cost(weights, self.core.costs)) @ self.core.weight[row]
-        if self.counts: self.shares[row] = torch.stack([by_site(weights[..., k]) @ self.core.weight[row] for k in range(3)], -1) / self.core.weight[row].sum()
 
 # %% ../nbs/23_directions.ipynb #0ec36562
+def _count(self, row, weights):
+    "Note a layer's energy from its states, or from their probabilities."
+    by_site = lambda per_unit: per_unit.unflatten(-1, (self.core.places.n_slots, self.core.rank)).mean(-1) # (b, n, slots)
+    self.spent[row] = by_site(expected_cost(weights, self.core.costs)) @ self.core.weight[row]
+    if self.counts: self.shares[row] = torch.stack([by_site(weights[..., k]) @ self.core.weight[row] for k in range(3)], -1) / self.core.weight[row].sum()
+
 def _scope_share(self) -> Tensor: # (b, n), between 0 and 1
     "Each token's energy over that of all directions in fp; `RuntimeError` where a layer was not reached."
     missing = set(range(len(self.core.places.layers))) - set(self.spent)
@@ -171,4 +173,4 @@ def _energy(self) -> Tensor: # scalar, with its gradient
     share = self.scope_share()
     return share.mean() if self.attended is None else (share * self.attended).sum() / self.attended.sum().clamp(min=1)
 
-TokenGates.scope_share, TokenGates.energy = _scope_share, _energy
+TokenGates._count, TokenGates.scope_share, TokenGates.energy = _count, _scope_share, _energy
