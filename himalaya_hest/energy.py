@@ -6,6 +6,7 @@
 __all__ = ['STATES', 'DATASHEET_COST', 'check_costs', 'expected_cost', 'ForwardCost', 'forward_cost', 'DirectionEnergy']
 
 # %% ../nbs/04b_energy.ipynb #52f2e1ad
+import math
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,7 @@ class ForwardCost:
     "Multiply-adds of one token in one forward pass, all in fp."
     linear: int # of all linear layers and the head
     attention_per_key: int # for each key that the token sees, all layers
+    head: int = 0 # of `linear`, what the head takes, which generation asks for a prompt's last token alone
     def at(self,
         n_keys: float, # keys that the token sees, its own among them
     ) -> float: # multiply-adds
@@ -54,7 +56,8 @@ def forward_cost(
     heads, hidden = getattr(c, "num_attention_heads", None), getattr(c, "hidden_size", None)
     if not heads or not hidden: raise ValueError(f"the config of {type(model).__name__} names no num_attention_heads or hidden_size, so its attention cannot be counted")
     widths = [w for m in model.modules() if not isinstance(m, nn.Embedding) and (w := _matrix(m))]
-    return ForwardCost(sum(a * b for a, b in widths), 2 * c.num_hidden_layers * heads * (getattr(c, "head_dim", None) or hidden // heads))
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return ForwardCost(sum(a * b for a, b in widths), 2 * c.num_hidden_layers * heads * (getattr(c, "head_dim", None) or hidden // heads), 0 if head is None else math.prod(_matrix(head) or (0,)))
 
 # %% ../nbs/04b_energy.ipynb #ee957869
 class DirectionEnergy:

@@ -86,15 +86,15 @@ class CostCounter:
             ended = torch.isin(ids, self.ends.to(ids.device)).any(1)
             self.over = ended if self.over is None else self.over | ended
             counted = counted & ~self.over[:, None]
-        self._add(keys, counted)
+        self._add(keys, counted, counted[:, -output.logits.shape[1]:])
 
 # %% ../nbs/44f_energy_evaluation.ipynb #ecfb6b4f
-def _add(self, keys, counted):
-    "Add a forward pass: keys (b, n) that its tokens see, and which of them count."
+def _add(self, keys, counted, headed):
+    "Add a forward pass: keys (b, n) that its tokens see, which of them count, and of the last of them, which went through the head, those that count."
     add = lambda total, per_row: np.add.at(total, self.samples, per_row.double().cpu().numpy())
     tokens, c = counted.sum(1), self.costs
     add(c.tokens, tokens)
-    add(c.backbone, self.cost.linear * tokens.double() + self.cost.attention_per_key * (keys * counted).sum(1))
+    add(c.backbone, self.cost.linear * tokens.double() - self.cost.head * (tokens - headed.sum(1)).double() + self.cost.attention_per_key * (keys * counted).sum(1))
     if not self.gated: add(c.adapter, self.extra * tokens.double()); add(c.adapter_fp, self.extra * tokens.double()); return
     price = self.adapter.tuner.gate_costs()
     gates = next(iter(self.passed.values()))
@@ -133,7 +133,7 @@ def count_answers(
     task: EvaluationTask,
     tokenizer,
     cost: ForwardCost, # of the bare backbone
-    batch_size: int = 32, # prompts at once
+    batch_size: int = 32, # prompts at once, without beams
     num_beams: int = 1,
     max_samples: int | None = None, # the first rows; None: all
 ) -> tuple[SampleCosts, Utilisation | None]: # without gates there is no table of layers
@@ -143,7 +143,7 @@ def count_answers(
     longest = max(len(p["input_ids"]) for p in task.prompts[:n]) + task.max_new_tokens
     adapter.model.eval()
     with CostCounter(adapter, cost, n, stop_ids(tokenizer), extra, longest) as counter:
-        for batch in evaluation_batches([task], batch_size, tokenizer, {(0, j) for j in range(n)}):
+        for batch in evaluation_batches([task], batch_size if num_beams == 1 else 1, tokenizer, {(0, j) for j in range(n)}):
             counter.begin([j for _, j in batch["rows"]], num_beams)
             answer_batch(adapter, batch, tokenizer, num_beams)
     return counter.costs, counter.use if counter.gated else None
