@@ -7,9 +7,9 @@ __all__ = ['SHAPES', 'CHARACTERS_A_TOKEN', 'CARDS', 'TRAINING_SHARE', 'READING_S
            'model_config', 'Shape', 'meta_model', 'shape_of', 'element_bytes', 'weight_bytes', 'AdapterSize',
            'adapter_size', 'TaskLoad', 'longest', 'mean', 'typical_lengths', 'sampled_lengths', 'task_loads', 'Device',
            'devices', 'cpu_device', 'kept_activations', 'step_flops', 'dequantised_bytes', 'Backbone', 'step_seconds',
-           'batch_seconds', 'evaluations', 'evaluation_seconds', 'memory_parts', 'Plan', 'lenient', 'trained_loads',
-           'replay_bytes', 'steps_of', 'seconds', 'make_plan', 'search_runs', 'plan_numbers', 'plan_text',
-           'read_arguments', 'main']
+           'batch_seconds', 'evaluations', 'all_evaluations', 'further_generations', 'evaluation_seconds',
+           'memory_parts', 'Plan', 'lenient', 'trained_loads', 'replay_bytes', 'steps_of', 'seconds', 'latency_seconds',
+           'make_plan', 'search_runs', 'plan_numbers', 'plan_text', 'read_arguments', 'main']
 
 # %% ../nbs/41a_plan.ipynb #1181b82d
 import json
@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+import himalaya_hest.long_world # which registers the twins of the studies of energy
 from .batching import encode_all, with_chat_template
 from .config import RunConfig, evaluation_schedule, resolve
 from .hub import get_source
@@ -42,7 +43,10 @@ SHAPES = { # from config.json of the repositories
         vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True)),
     "NousResearch/Llama-2-7b-hf": ("llama", dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, intermediate_size=11008,
         vocab_size=32000, max_position_embeddings=4096, tie_word_embeddings=False)),
+    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944,
+        vocab_size=152064, max_position_embeddings=32768, tie_word_embeddings=False)),
 }
+SHAPES |= {"Qwen/Qwen2.5-0.5B-Instruct": SHAPES["Qwen/Qwen2.5-0.5B"], "NousResearch/Llama-2-7b-chat-hf": SHAPES["NousResearch/Llama-2-7b-hf"]} # tuned further, of the same shape
 
 def model_folder(
     name: str, # of a model
@@ -326,9 +330,10 @@ def batch_seconds(
     n: float, # tokens of a prompt
     g: float, # generated tokens
     device: Device,
+    beams: int = 1,
 ) -> float:
     "Time of one evaluation batch."
-    s = of.shape
+    s, rows = of.shape, rows * beams # every beam reads the prompt
     read = dequantised_bytes(s, of.config) + of.weights
     prefill = (rows * n * (2 * s.matrices + 4 * s.attention * s.layers * n) + 2 * rows * s.head) / device.flops + read / device.bandwidth
     cache = rows * (n + g / 2) * 2 * s.keys * s.layers * of.e
@@ -350,6 +355,17 @@ def evaluations(
     final = [(t, t.final_rows) for t in loads if t.final_rows]
     return out + ([final] if final else [])
 
+def all_evaluations(config: RunConfig, loads: list[TaskLoad]) -> list[list[tuple]]: return evaluations(config, loads) + further_generations(config, loads)
+
+def further_generations(
+    config: RunConfig, # resolved
+    loads: list[TaskLoad],
+) -> list[list[tuple]]: # per evaluation (task, rows)
+    "Development rows every `eval_steps` of training, at most; the rows whose energy is counted."
+    t, e, energy = config.training, config.evaluation, config.energy
+    chosen = [[(x, e["max_development_rows"])] for x in loads for _ in range(steps_of(config, x) // t["eval_steps"])] if t["eval_steps"] else []
+    return chosen + ([[(loads[0], min(energy["max_samples"] or loads[0].eval_rows, loads[0].eval_rows))]] if energy else [])
+
 def evaluation_seconds(
     of: Backbone,
     evaluated: list[list[tuple]],
@@ -357,14 +373,14 @@ def evaluation_seconds(
     at_most: bool = False, # every answer as long as its cap
 ) -> float:
     "Time of all evaluations."
-    B, total = of.config.evaluation["per_device_eval_batch_size"], 0.
+    B, beams, total = of.config.evaluation["per_device_eval_batch_size"], of.config.evaluation["num_beams"], 0.
     for pooled in evaluated:
         for cap in {t.cap for t, _ in pooled}:
             group = [(t, r) for t, r in pooled if t.cap == cap]
             rows = sum(r for _, r in group)
             g = cap if at_most else sum(r * min(cap, longest(t.targets, min(B, r))) for t, r in group) / rows
             n = sum(r * max(1, mean(t.lengths) - mean(t.targets)) for t, r in group) / rows
-            total += rows * device.row_s + math.ceil(rows / B) * batch_seconds(of, rows / math.ceil(rows / B), n, g, device)
+            total += rows * device.row_s + math.ceil(rows / B) * batch_seconds(of, rows / math.ceil(rows / B), n, g, device, beams)
     return total
 
 # %% ../nbs/41a_plan.ipynb #8a0964ec
@@ -384,6 +400,7 @@ def memory_parts(
     logits = 12 * targets * s.head / s.width
     written = 2 * max(s.width * s.mlp, s.width**2) if of.config.quantisation == "nf4" else 0
     new = max(t.cap for t in loads)
+    B *= e["num_beams"]
     cache = B * (max_length + new) * 2 * s.keys * s.layers * of.e + B * max_length * (4 * s.width + 3 * s.mlp) * of.e
     training = dict(activations=kept, logits=logits) if of.config.protocol != "zero_shot" else {}
     largest = training if sum(training.values()) >= cache else {"keys, values and prompts of an evaluation": cache}
@@ -442,8 +459,14 @@ def seconds(
     "Time of a run by its parts."
     training = sum(steps_of(of.config, t) * step_seconds(of, t, device, max_length) for t in trained_loads(of.config, loads))
     of_tasks = 0. if of.config.protocol == "zero_shot" else sum(device.task_s + device.task_steps * step_seconds(of, t, device, max_length) for t in loads)
-    evaluated = evaluations(of.config, loads, fresh=of.adapter.keeps_answers and max_length is None)
-    return dict(training=training, evaluation=evaluation_seconds(of, evaluated, device, max_length is not None), rest=of_tasks + device.start_s)
+    evaluated = evaluations(of.config, loads, fresh=of.adapter.keeps_answers and max_length is None) + further_generations(of.config, loads)
+    return dict(training=training, evaluation=evaluation_seconds(of, evaluated, device, max_length is not None), rest=of_tasks + latency_seconds(of, loads, device) + device.start_s)
+
+def latency_seconds(of: Backbone, loads: list[TaskLoad], device: Device) -> float:
+    "Time of the rows that are timed one by one, in a study of energy."
+    energy = of.config.energy
+    if not energy: return 0.
+    return energy["latency_samples"] * batch_seconds(of, 1, mean(loads[0].lengths) - mean(loads[0].targets), energy["latency_new_tokens"], device, of.config.evaluation["num_beams"])
 
 # %% ../nbs/41a_plan.ipynb #db869012
 def make_plan(
@@ -459,7 +482,7 @@ def make_plan(
     on = on or ([cpu_device(config.adapter)] if config.model == "mini" else devices())
     of = Backbone(shape, adapter_size(config, model_cfg, len(loads)), config, on[0].cpu)
     hours = {d.name: tuple(sum(seconds(of, loads, d, n).values()) / 3600 for n in (None, max_length)) for d in on}
-    generations = sum(r for e in evaluations(config, loads) for _, r in e)
+    generations = sum(r for e in all_evaluations(config, loads) for _, r in e)
     return Plan(config, of, loads, sum(steps_of(config, t) for t in trained_loads(config, loads)), generations, _tokens(config, loads), _flops(of, loads), memory_parts(of, loads, max_length), hours, _downloads(config, shape, loads), refused, _notes(config, loads, of), _trial_plan(config, on))
 
 def _trial_plan(config, on):
@@ -474,8 +497,8 @@ def search_runs(config: RunConfig) -> int: # at most: trials, and the finalists 
 def _tokens(config, loads):
     t = config.training
     trained = sum(steps_of(config, x) * t["per_device_train_batch_size"] * t["gradient_accumulation_steps"] * mean(x.lengths) for x in trained_loads(config, loads))
-    read = sum(r * (mean(x.lengths) - mean(x.targets)) for e in evaluations(config, loads) for x, r in e)
-    return dict(training=trained, prompts=read, answers=sum(r * min(x.cap, mean(x.targets)) for e in evaluations(config, loads) for x, r in e))
+    read = sum(r * (mean(x.lengths) - mean(x.targets)) for e in all_evaluations(config, loads) for x, r in e)
+    return dict(training=trained, prompts=read, answers=sum(r * min(x.cap, mean(x.targets)) for e in all_evaluations(config, loads) for x, r in e))
 
 def _flops(of, loads):
     t, tokens = of.config.training, _tokens(of.config, loads)
