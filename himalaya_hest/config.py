@@ -173,7 +173,7 @@ class Scaled:
     model_revision: str = "" # commit of a hub repository; empty: pinned for the backbones of the scales, else the newest
     quantisation: str = "" # of the backbone: none, or nf4 (4 bits, double quantisation); empty: as the scale says
     dtype: str = "" # of the backbone: float32, bfloat16, auto (its own on a GPU, float32 on a CPU); empty: as the scale says
-    chat_template: bool | None = None # send prompts through the tokenizer's chat template; None: where study and scale give a chat backbone
+    chat_template: bool | None = None # send prompts through the tokenizer's chat template; None: in a study of energy where there is one, else no
     scale: str = "mini" # mini, medium, full: what is left open
 
 # %% ../nbs/41_config.ipynb #d8707a57
@@ -422,7 +422,8 @@ def _scaled(cfg):
     "Give what was left open the values of study and scale."
     for name in ("scale", "study"): _check_choice(name, getattr(cfg, name))
     found = SCALES[cfg.scale] | STUDIES[cfg.study][cfg.scale]
-    if cfg.chat_template is None: cfg.chat_template = found.get("chat_template", False) and cfg.model in ("", found["model"])
+    if cfg.chat_template is None and cfg.study == "continual25": cfg.chat_template = False
+    if cfg.chat_template is None and cfg.model in ("", found["model"]): cfg.chat_template = found.get("chat_template", False)
     for name in ("model", "stream", "dtype", "quantisation"): setattr(cfg, name, getattr(cfg, name) or found[name])
     cfg.model_revision = cfg.model_revision or REVISIONS.get(cfg.model, "")
     return cfg

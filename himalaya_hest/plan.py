@@ -234,7 +234,8 @@ def _load(task, config, source, tokenizer, max_length):
 def _tokenizer(config):
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model))
-    return with_chat_template(tokenizer) if config.chat_template else tokenizer
+    chats = bool(tokenizer.chat_template) if config.chat_template is None else config.chat_template
+    return with_chat_template(tokenizer) if chats else tokenizer
 
 # %% ../nbs/41a_plan.ipynb #1447768c
 @dataclass(frozen=True)
