@@ -47,6 +47,9 @@ class MaskController(nn.Module):
         self.mask = nn.Parameter(torch.full((len(weight), rank), float(torch.logit(torch.tensor(start, device="cpu")))))
         self.e_max, self._kept = e_max, None
         self.register_buffer("weight", weight, persistent=False)
+    def train(self, mode: bool = True):
+        self._kept = None # a write into `.data` does not show
+        return super().train(mode)
     def tokens(self, h: Tensor) -> Tensor: return h[..., :0] # (..., 0): only how many there are
     def of_layer(self, tokens: Tensor, layer: int) -> Tensor: # (..., R)
         p = torch.sigmoid(self.mask[layer]) if self.training else self.kept()[layer].to(self.mask.dtype)

@@ -42,12 +42,12 @@ class FactorisedController(nn.Module):
         h: Tensor, # (..., d) float32
     ) -> Tensor: # (..., k)
         "What the tokens need: the part that no layer changes."
-        return torch.sigmoid(h @ self.token.T)
+        return torch.sigmoid(h @ self.token.to(h.dtype).T)
     def of_layer(self,
         tokens: Tensor, # (..., k) from `tokens`
         layer: int,
     ) -> Tensor: # (..., 1)
-        return (tokens @ torch.sigmoid(self.layer[layer]) / len(self.token))[..., None]
+        return (tokens @ torch.sigmoid(self.layer[layer].to(tokens.dtype)) / len(self.token))[..., None]
     def multiply_adds(self, n_inputs: int = 1) -> int: # of one token whose hidden state is read so many times
         return self.token.numel() * n_inputs + self.layer.numel()
 
@@ -71,6 +71,6 @@ class UnfactorisedController(nn.Module):
         tokens: Tensor, # (..., d)
         layer: int,
     ) -> Tensor: # (..., R)
-        return torch.sigmoid(tokens @ self.weight[layer].T)
+        return torch.sigmoid(tokens @ self.weight[layer].to(tokens.dtype).T)
     def multiply_adds(self, n_inputs: int = 1) -> int: # of one token
         return self.weight.numel()

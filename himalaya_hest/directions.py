@@ -91,11 +91,14 @@ class GatedDirections(nn.Module):
         "The site's output with its open directions added; what is off everywhere is skipped."
         slot, s, x = self.places.at[i][1], self.s[i], x.to(self.s.dtype)
         units = slice(slot * self.rank, (slot + 1) * self.rank)
-        if fp is not None: y = y + ((fp[..., units] * s * (x @ self.v[i].T)) @ self.u[i]).to(y.dtype)
+        if fp is not None: y = y + ((fp[..., units].to(s.dtype) * s * (x @ self.v[i].T)) @ self.u[i]).to(y.dtype)
         if int8 is not None:
             u, v = self.rounded(i)
-            y = y + (fake_int8(int8[..., units] * s * (fake_int8(x) @ v.T)) @ u).to(y.dtype)
+            y = y + (fake_int8(int8[..., units].to(s.dtype) * s * (fake_int8(x) @ v.T)) @ u).to(y.dtype)
         return y
+    def train(self, mode: bool = True):
+        self._kept = {} # a write into `.data` does not show
+        return super().train(mode)
     @property
     def has_int8(self) -> bool: return bool(self.gate.allowed_states[1])
 
@@ -159,8 +162,9 @@ class TokenGates:
 def _count(self, row, weights):
     "Note a layer's energy from its states, or from their probabilities."
     by_site = lambda per_unit: per_unit.unflatten(-1, (self.core.places.n_slots, self.core.rank)).mean(-1) # (b, n, slots)
-    self.spent[row] = by_site(expected_cost(weights, self.core.costs)) @ self.core.weight[row]
-    if self.counts: self.shares[row] = torch.stack([by_site(weights[..., k]) @ self.core.weight[row] for k in range(3)], -1) / self.core.weight[row].sum()
+    widths = self.core.weight[row].to(weights.dtype)
+    self.spent[row] = by_site(expected_cost(weights, self.core.costs)) @ widths
+    if self.counts: self.shares[row] = torch.stack([by_site(weights[..., k]) @ widths for k in range(3)], -1) / widths.sum()
 
 def _scope_share(self) -> Tensor: # (b, n), between 0 and 1
     "Each token's energy over that of all directions in fp; `RuntimeError` where a layer was not reached."

@@ -125,7 +125,8 @@ def before_forward(tuner, model, args, kwargs):
     if not names:
         _GATES.set(None)
         return None
-    mask, given = kwargs.get("attention_mask"), kwargs.get("input_ids", args[0] if args else None)
+    named = kwargs if len(args) < 2 else dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+    mask, given = named.get("attention_mask"), named.get("input_ids", args[0] if args else None)
     given = kwargs.get("inputs_embeds") if given is None else given
     attended = mask[:, -given.shape[1]:].bool() if mask is not None and mask.dim() == 2 and given is not None else None
     passed = {n: TokenGates(tuner.cores[n], attended, counts=tuner._recorder is not None) for n in names}

@@ -75,7 +75,7 @@ def check_hest(config: HestConfig) -> None:
     "Give the parts their values; `ValueError` for unknown ones and numbers out of range."
     if config.preset not in PRESETS: raise ValueError(f"preset is {config.preset!r}; expected one of {', '.join(PRESETS)}")
     for name, value in PRESETS[config.preset].items():
-        if getattr(config, name) is None or getattr(config, name) == "preset": setattr(config, name, value)
+        if getattr(config, name) == ("preset" if name == "controller_learning_rate" else None): setattr(config, name, value)
     config.states = list(config.states or ("off", "int8", "fp"))
     check_states(tuple(config.states))
     for name, known in dict(controller=("factorised", "unfactorised"), controller_input=("first_block", "own_layer"), first_block=("gated", "bare"), gate=("ordinal", "affine")).items():
