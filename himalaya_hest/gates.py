@@ -18,7 +18,7 @@ def check_states(
     states: tuple[str, ...], # those that a gate may take
 ) -> Tensor: # (3,) bool
     "`ValueError` unless these are off and one or two others."
-    if not set(states) <= set(STATE_NAMES) or len(set(states)) < 2 or "off" not in states: raise ValueError(f"states are {tuple(states)}; expected 'off' and at least one of 'int8', 'fp'")
+    if not set(states) <= set(STATE_NAMES) or len(set(states)) < 2 or "off" not in states: raise ValueError(f"states are {tuple(states)}; expected 'off' and at least one of 'int8', 'fp'" + (". YAML reads an unquoted off as a truth value: put it in quotes" if False in states else ""))
     return torch.tensor([s in states for s in STATE_NAMES], device="cpu")
 
 class OrdinalGate(nn.Module):
