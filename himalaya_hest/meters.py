@@ -199,6 +199,7 @@ def calibrate(
     from scipy.optimize import nnls
     x, y = np.asarray(shares, dtype=float), np.asarray(figures, dtype=float)
     if x.ndim != 2 or y.shape != (len(x),): raise ValueError(f"shares have shape {x.shape} and figures {y.shape}; expected (mixes, states) and (mixes,)")
+    if not (np.isfinite(x).all() and np.isfinite(y).all() and (y > 0).all()): raise ValueError("a figure of Joules or seconds is zero, negative or not finite; measure that mix again")
     if len(x) < 6: raise ValueError(f"{len(x)} mixes are too few to calibrate; expected 6 or more")
     if np.linalg.matrix_rank(x) < x.shape[1]: raise ValueError("these mixes do not tell the states apart: change the share of each state by itself")
     costs, _ = nnls(x, y)
