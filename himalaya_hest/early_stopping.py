@@ -48,6 +48,7 @@ class EarlyStopping(StreamHooks):
         score = undisturbed(self.adapter, lambda: float(self.score_of(self.task)))
         if not math.isfinite(score): raise ValueError(f"task {self.task!r} has the score {score} after step {self.step}, expected a finite number")
         self.history.append((self.step, score))
+        if not self.adapter.hooks.may_choose(): return # noted, and neither chosen nor counted
         if score <= self.best_score: self.without += 1; return
         self.best_score, self.without = score, 0
         self.best = {n: t.detach().clone() for n, t in adapter_tensors(self.adapter).items()}

@@ -188,9 +188,10 @@ class BudgetHooks(StreamHooks):
         return share * self.budget.term(energy)
     def after_backward(self): self.tuner.forget_pass()
     def after_optimizer_step(self, old):
-        self.last = dict(energy=float(self.energy), energy_target=self.budget.target(), energy_price=float(self.budget.price))
+        self.last = dict(energy=float(self.energy), energy_price=float(self.budget.price)) | (dict(energy_target=self.budget.target()) if self.budget.dual_rate else {}) # a fixed price has no target
         self.budget.step_(self.energy)
         self.energy = 0.
+    def may_choose(self): return bool(self.budget.step >= self.budget.anneal_share * self.budget.n_steps)
     def told(self): return self.last
     def state_dict(self): return self.budget.state_dict()
     def load_state_dict(self, state): self.budget.load_state_dict(state)

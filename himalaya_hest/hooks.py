@@ -37,6 +37,9 @@ class StreamHooks:
         return {}
     def after_optimizer_step(self, old: dict[str, Tensor]) -> None:
         "After each optimiser step; `old` holds the tracked parameters' values from before it."
+    def may_choose(self) -> bool:
+        "Is what was trained so far what the task is to end with, as far as this hook can say? A budget that is still coming down says no."
+        return True
     def told(self) -> dict[str, float]:
         "Numbers of the last step, for the history of a run."
         return {}
@@ -69,6 +72,7 @@ class HookList(StreamHooks):
     def after_backward(self): [h.after_backward() for h in self.hooks]
     def tracked_parameters(self): return {n: p for h in self.hooks for n, p in h.tracked_parameters().items()}
     def after_optimizer_step(self, old): [h.after_optimizer_step(old) for h in self.hooks]
+    def may_choose(self): return all([h.may_choose() for h in self.hooks])
     def told(self): return {k: v for h in self.hooks for k, v in h.told().items()}
     def should_stop(self): return any([h.should_stop() for h in self.hooks])
     def on_task_end(self, loader): [h.on_task_end(loader) for h in self.hooks]

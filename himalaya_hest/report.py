@@ -256,7 +256,7 @@ def energy_curve(
     figure, ((top,), (low,)) = new_figure(6.4, 4.4, 2, sharex=True, height_ratios=(2, 1))
     for axes in (top, low): plain_axes(axes)
     top.plot(x, [h["energy"] for h in history], color=DARK, linewidth=1.6, label="expected scope share of the step")
-    top.plot(x, [h["energy_target"] for h in history], color=MIDDLE, linewidth=1.2, linestyle=(0, (4, 2)), label="its target")
+    if "energy_target" in history[-1]: top.plot(x, [h["energy_target"] for h in history], color=MIDDLE, linewidth=1.2, linestyle=(0, (4, 2)), label="its target")
     top.annotate(f"{history[-1]['energy']:.3f}", (x[-1], history[-1]["energy"]), (4, 0), textcoords="offset points", fontsize=7.5, va="center")
     top.set(ylim=(0, 1.05)); top.set_ylabel("scope share\n(of all directions in fp)", fontsize=9); top.legend(fontsize=8, frameon=False)
     low.plot(x, [h["energy_price"] for h in history], color=DARK, linewidth=1.4)
