@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.resources import files
 from pathlib import Path
 
 from .code_execution import check_platform
@@ -511,6 +512,12 @@ def _stream(name):
     from himalaya_hest.tasks import load_stream
     return load_stream(name)
 
+def _dev_stream(cfg):
+    "The stream that a search takes where none is named: in a study of energy the run's own twin, where it has one."
+    twin = files("himalaya_hest")/"data"/"streams"/f"{cfg.stream}_dev.yaml"
+    if cfg.study != "continual25" and Path(cfg.stream).name == cfg.stream and twin.is_file(): return f"{cfg.stream}_dev"
+    return (_study(cfg, "search") or SCALES[cfg.scale]["search"])["stream"]
+
 def _resolve_search(cfg):
     "The search's parameters; `ValueError` where settings would be chosen on what the run reports."
     if cfg.n_trials < 0: raise ValueError(f"parameter n_trials = {cfg.n_trials} must be positive, or 0 for no search.")
@@ -520,7 +527,7 @@ def _resolve_search(cfg):
         return {}
     if cfg.protocol == "zero_shot": raise ValueError(f"parameter n_trials = {cfg.n_trials}, but under protocol 'zero_shot' nothing is trained; leave it out.")
     search = asdict(_checked(SearchParameters, cfg.search, "search."))
-    search["stream"] = search["stream"] or (_study(cfg, "search") or SCALES[cfg.scale]["search"])["stream"]
+    search["stream"] = search["stream"] or _dev_stream(cfg)
     ours, theirs = _stream(cfg.stream), _stream(search["stream"])
     if ours == theirs or ours.name == theirs.name or (cfg.source == "mini" and theirs.source == "mini" and ours.world == theirs.world):
         raise ValueError(f"parameter search.stream = {search['stream']!r} is the world of the run itself: settings are never chosen on what is reported; name another stream.")
