@@ -478,7 +478,7 @@ def _resolve_energy(cfg):
     energy = asdict(_checked(EnergyParameters, _study(cfg, "energy") | cfg.energy, "energy."))
     if cfg.mode == "trial": energy |= dict(latency_samples=min(2, energy["latency_samples"]), latency_new_tokens=min(4, energy["latency_new_tokens"]), max_samples=2)
     if energy["energy_meter"] not in METERS: raise ValueError(f"parameter energy.energy_meter = {energy['energy_meter']!r} is not one of {', '.join(METERS)}{_near(energy['energy_meter'], METERS)}")
-    for name, low in dict(max_samples=1, latency_samples=0, latency_new_tokens=2, min_window_s=.1).items():
+    for name, low in dict(max_samples=1, latency_samples=0, latency_new_tokens=2, min_window_s=5).items():
         if energy[name] is not None and not low <= energy[name] < float("inf"): raise ValueError(f"parameter energy.{name} = {energy[name]!r} must be a number from {low} on.")
     cfg.energy = energy
 

@@ -9,7 +9,7 @@ __all__ = ['JOULES_PER_MULTIPLY_ADD', 'MODELLED', 'SampleCosts', 'Utilisation', 
 
 # %% ../nbs/44f_energy_evaluation.ipynb #e6a722f8
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from .batching import Collator, pad_id, stop_ids
 from .energy import ForwardCost
 from .evaluation import EvaluationTask, evaluation_batches
 from .gated_shell import record_states
-from .meters import Meter, idle_power_w, measure_window
+from .meters import Meter, measure_interleaved
 from .registry import Adapter
 from .training import model_inputs
 
@@ -173,15 +173,18 @@ def measured_joules(
     batch_size: int = 32,
     num_beams: int = 1,
     max_samples: int | None = None,
-    min_s: float = 5., # of the window
-) -> dict: # joules_per_sample, net_joules_per_sample, idle_w, window
-    "Joules of a sample by a counter; `RuntimeError` where it stands still."
+    min_s: float = 5., # of a window
+    rounds: int = 3,
+    cool_down_s: float = 2., # before each window
+) -> dict: # joules_per_sample, net_joules_per_sample, bare_joules_per_sample, idle_w, windows
+    "Joules of a sample by a counter, in turns with the bare backbone; `RuntimeError` where it stands still."
     n = len(task.prompts) if max_samples is None else min(max_samples, len(task.prompts))
     batches = evaluation_batches([task], batch_size, tokenizer, {(0, j) for j in range(n)})
-    idle = idle_power_w(meter, min_s)
-    window = measure_window(meter, lambda: [answer_batch(adapter, b, tokenizer, num_beams) for b in batches], min_s)
-    per_sample = window.joules / window.n_repeats / n
-    return dict(joules_per_sample=per_sample, net_joules_per_sample=per_sample - idle * window.duration_s / window.n_repeats / n, idle_w=idle, batch_size=batch_size, num_beams=num_beams, window=window.__dict__)
+    def answers(): [answer_batch(adapter, b, tokenizer, num_beams) for b in batches]
+    def bare():
+        with adapter.model.disable_adapter(): answers()
+    ours, theirs = measure_interleaved(meter, {"adapter": answers, "bare": bare}, rounds, min_s, cool_down_s)
+    return dict(joules_per_sample=ours.gross_j / n, net_joules_per_sample=ours.net_j / n, bare_joules_per_sample=theirs.gross_j / n, idle_w=ours.idle_w, batch_size=batch_size, num_beams=num_beams, windows=[asdict(ours), asdict(theirs)])
 
 # %% ../nbs/44f_energy_evaluation.ipynb #c2a69769
 def latencies_ms(
@@ -242,7 +245,7 @@ def _details(adapter, costs, use, measured, samples, tokens, settings):
     short = lambda x, digits=4: np.round(x, digits).tolist()
     out = dict(n_samples=len(costs.tokens), tokens=short(costs.tokens, 0), energy_share=short(costs.energy_share, 6), modelled_joules_per_sample=modelled_joules(costs), measured=measured,
                multiply_adds=dict(backbone=float(costs.backbone.mean()), adapter=float(costs.adapter.mean()), adapter_fp=float(costs.adapter_fp.mean()), controller=float(costs.controller.mean())))
-    if samples is not None: out["latency_ms"] = dict(samples=percentiles(samples), decoded_tokens=percentiles(tokens), n_samples=len(samples), n_tokens=len(tokens), new_tokens=settings["latency_new_tokens"], batch_size=1, clock=clock_of(next(adapter.model.parameters()).device.type))
+    if samples is not None: out["latency_ms"] = dict(samples=percentiles(samples), decoded_tokens=percentiles(tokens), n_samples=len(samples), n_tokens=len(tokens), new_tokens=settings["latency_new_tokens"], batch_size=1, num_beams=1, clock=clock_of(next(adapter.model.parameters()).device.type))
     if use is None: return out
     n = np.maximum(use.n_tokens, 1)
     return out | dict(scope_energy_share=short(costs.scope_share), gate_costs=adapter.tuner.gate_costs(),
