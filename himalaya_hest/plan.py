@@ -490,7 +490,8 @@ def make_plan(
 def _trial_plan(config, on):
     if not config.n_trials: return None
     s, quick = config.search, config.evaluation | dict(after_tasks=None, final_eval_rows=None)
-    return make_plan(asdict(config) | dict(stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", run_id="", evaluation=quick), on)
+    untimed = config.energy and config.energy | dict(latency_samples=0)
+    return make_plan(asdict(config) | dict(stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", run_id="", evaluation=quick, energy=untimed), on)
 
 def search_runs(config: RunConfig) -> int: # at most: trials, and the finalists and the start over further pairs
     "Runs of a search."
