@@ -69,8 +69,8 @@ def main():
     parser.add_argument("--widths", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512, 1024, 2048, 4096])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--most-tokens", type=int, default=16384, help="of a batch; larger ones are left out")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--most-tokens", type=int, default=8192, help="of a batch; larger ones are left out")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", default="nbs/records/controller_share.json")
     args = parser.parse_args()
     device, rows = "cuda" if torch.cuda.is_available() else "cpu", []
