@@ -69,7 +69,7 @@ class BhspConfig(GatedConfig):
     dual_rate: float = .05 # α
     initial_price: float = .1 # λ₀
     anneal_share: float = .6 # of the steps in which the target comes down
-    controller_learning_rate: float | None = 3e-2 # of the mask's logits
+    controller_learning_rate: float | None = .3 # of the mask's logits
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType["BHSP"]
