@@ -290,7 +290,7 @@ def summary_table(
     if any(r.get("energy") for r in records): about.append("e_max")
     known = ENERGY_COLUMNS if any(r.get("energy") for r in records) else SUMMARY_COLUMNS
     names = [k for k in known if any(told_summary(r).get(k) is not None for r in records)]
-    rows = [[r["run_id"], run_role(r)] + ["–" if (v := r["config"].get(k)) is None else str(v) for k in about] + [told_summary(r).get(k) for k in names] for r in records]
+    rows = [[r["run_id"], run_role(r)] + ["–" if (v := r["config"].get(k)) is None else str(round(v, 4) if isinstance(v, float) else v) for k in about] + [told_summary(r).get(k) for k in names] for r in records]
     varied = [k for k in range(len(rows[0])) if k in (0, 2) or k >= 2 + len(about) or len({row[k] for row in rows}) > 1]
     columns = ["run", "role"] + about + [known[k] for k in names]
     fixed = ", ".join(f"{columns[k]} {rows[0][k]}" for k in range(1, 2 + len(about)) if k not in varied)
