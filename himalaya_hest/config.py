@@ -51,13 +51,13 @@ SCALES = {  # what a scale gives to parameters that were left open
 
 # %% ../nbs/41_config.ipynb #82e43548
 _MINI_ENERGY = dict(training=dict(num_train_epochs=3, max_train_rows=350), evaluation=dict(per_device_eval_batch_size=50), energy=dict(latency_samples=100))
-_CHAT_ENERGY = dict(training=dict(max_length=4096, lr_scheduler_type="cosine", per_device_train_batch_size=4, gradient_accumulation_steps=8), energy=dict(latency_samples=1000, latency_new_tokens=128))
+_CHAT_ENERGY = dict(training=dict(max_length=4096, lr_scheduler_type="cosine", per_device_train_batch_size=4, gradient_accumulation_steps=8), energy=dict(latency_samples=1000, latency_new_tokens=128, latency_batch_sizes=[1, 8, 32]))
 STUDIES = {  # what a study gives beyond its scale, to parameters that were left open
     "continual25": {s: {} for s in SCALES},
     "cnndm": {
         "mini": _MINI_ENERGY | dict(stream="mini_cnndm", search=dict(stream="mini_cnndm_dev")),
         "medium": dict(model="Qwen/Qwen2.5-0.5B-Instruct", chat_template=True, stream="cnndm", search=dict(stream="cnndm_dev"), training=_CHAT_ENERGY["training"] | dict(max_train_rows=10_000, gradient_checkpointing=True),
-                       evaluation=dict(per_device_eval_batch_size=8), energy=dict(max_samples=200, latency_samples=200, latency_new_tokens=128)),
+                       evaluation=dict(per_device_eval_batch_size=8), energy=dict(max_samples=200, latency_samples=200, latency_new_tokens=128, latency_batch_sizes=[1, 8])),
         "full": dict(model="NousResearch/Llama-2-7b-chat-hf", quantisation="none", chat_template=True, stream="cnndm", search=dict(stream="cnndm_dev"),
                      training=_CHAT_ENERGY["training"] | dict(max_train_rows=300_000, num_train_epochs=3, eval_steps=1000), evaluation=dict(max_eval_rows=1000, final_eval_rows=None, per_device_eval_batch_size=4, num_beams=4),
                      energy=_CHAT_ENERGY["energy"] | dict(max_samples=200)),
@@ -65,10 +65,10 @@ STUDIES = {  # what a study gives beyond its scale, to parameters that were left
     "lra": {
         "mini": _MINI_ENERGY | dict(stream="mini_listops", search=dict(stream="mini_listops_dev")),
         "medium": dict(model="Qwen/Qwen2.5-0.5B-Instruct", chat_template=True, stream="lra_text", search=dict(stream="lra_text_dev"), training=_CHAT_ENERGY["training"] | dict(max_train_rows=10_000, gradient_checkpointing=True),
-                       evaluation=dict(per_device_eval_batch_size=8), energy=dict(max_samples=200, latency_samples=200, latency_new_tokens=4)),
+                       evaluation=dict(per_device_eval_batch_size=8), energy=dict(max_samples=200, latency_samples=200, latency_new_tokens=4, latency_batch_sizes=[1, 8])),
         "full": dict(model="NousResearch/Llama-2-7b-chat-hf", quantisation="none", chat_template=True, stream="lra_text", search=dict(stream="lra_text_dev"),
                      training=_CHAT_ENERGY["training"] | dict(max_train_rows=100_000, num_train_epochs=3, eval_steps=1000), evaluation=dict(max_eval_rows=1000, final_eval_rows=None, per_device_eval_batch_size=4),
-                     energy=dict(max_samples=200, latency_samples=1000, latency_new_tokens=4)),
+                     energy=dict(max_samples=200, latency_samples=1000, latency_new_tokens=4, latency_batch_sizes=[1, 8, 32])),
     },
 }
 
@@ -124,8 +124,9 @@ class EnergyParameters:
     "What is measured of the answers, in a study of energy."
     energy_meter: str = "auto" # nvml, rapl, none, or auto: the first that can be read; without one Joules are modelled, and say so
     max_samples: int | None = None # rows that are generated once more and counted; None: all that are evaluated
-    latency_samples: int = 100 # rows that are timed at batch 1, in turns; 0: none
+    latency_samples: int = 100 # rows that are timed, at each batch size; 0: none
     latency_new_tokens: int = 16 # of each, exactly
+    latency_batch_sizes: list[int] = field(default_factory=lambda: [1]) # rows of a request; the summary shows the first
     min_window_s: float = 5. # shortest window of a meter
 
 @dataclass
@@ -319,6 +320,7 @@ SILENT = { # parameters that came later than the first records, and the values w
     "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False, replay_share=.01, instructions="own", study="continual25", e_max=None, tabs_record="", energy={}),
     "evaluation": dict(after_tasks=None, final_eval_rows=None, reuse_answers=True, max_development_rows=1000, num_beams=1),
     "training": dict(adam_beta1=.9, adam_beta2=.999, eval_steps=0, early_stopping_patience=3),
+    "energy": dict(latency_batch_sizes=[1]),
 }
 
 MIRROR = dict(tracker="off", wandb_entity="", wandb_project="") # parameters that say where a run is shown, as all runs are compared
@@ -330,7 +332,7 @@ def told_parameters(
     "What two runs are compared by."
     heard = lambda values, group: {k: v for k, v in values.items() if k not in SILENT[group] or v != SILENT[group][k]}
     out = heard(parameters | {k: v for k, v in MIRROR.items() if k in parameters}, "") | ({"replay_share": parameters["replay_share"]} if parameters.get("protocol") == "replay" else {})
-    return out | {g: heard(out[g], g) for g in ("evaluation", "training") if isinstance(out.get(g), dict)}
+    return out | {g: heard(out[g], g) for g in ("evaluation", "training", "energy") if isinstance(out.get(g), dict)}
 
 def parameters_digest(
     config: RunConfig, # resolved
@@ -480,6 +482,8 @@ def _resolve_energy(cfg):
     if energy["energy_meter"] not in METERS: raise ValueError(f"parameter energy.energy_meter = {energy['energy_meter']!r} is not one of {', '.join(METERS)}{_near(energy['energy_meter'], METERS)}")
     for name, low in dict(max_samples=1, latency_samples=0, latency_new_tokens=2, min_window_s=5).items():
         if energy[name] is not None and not low <= energy[name] < float("inf"): raise ValueError(f"parameter energy.{name} = {energy[name]!r} must be a number from {low} on.")
+    sizes = energy["latency_batch_sizes"]
+    if not sizes or any(type(b) is not int or b < 1 for b in sizes) or len(set(sizes)) < len(sizes): raise ValueError(f"parameter energy.latency_batch_sizes = {sizes!r} must be different positive numbers, such as [1, 8, 32].")
     cfg.energy = energy
 
 # %% ../nbs/41_config.ipynb #9ba459cd

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['JOULES_PER_MULTIPLY_ADD', 'MODELLED', 'SampleCosts', 'Utilisation', 'CostCounter', 'adapter_multiply_adds',
            'count_answers', 'answer_batch', 'modelled_joules', 'measured_joules', 'latencies_ms', 'clock_of',
-           'percentiles', 'energy_part']
+           'percentiles', 'latency_parts', 'energy_part']
 
 # %% ../nbs/44f_energy_evaluation.ipynb #e6a722f8
 import time
@@ -193,19 +193,19 @@ def latencies_ms(
     tokenizer,
     n_samples: int = 60, # rows in turns
     new_tokens: int = 16, # exactly
-    num_beams: int = 1,
-) -> tuple[np.ndarray, np.ndarray]: # of samples (n,), of decoded tokens (n · (new_tokens − 1),); by `clock_of`
-    "Time of each sample and of each of its decoded tokens at batch 1; one more sample before them warms up."
+    batch_size: int = 1, # rows of a request
+) -> tuple[np.ndarray, np.ndarray]: # of requests (n,), of steps of decoding (n · (new_tokens − 1),); by `clock_of`
+    "Time of ⌈n_samples / batch_size⌉ requests and of each of their steps of decoding; one more before them warms up."
     device, collate = next(adapter.model.parameters()).device, Collator(tokenizer, padding_side="left")
     wait = (lambda: torch.cuda.synchronize()) if device.type == "cuda" else (lambda: None)
     ends, samples, tokens, now = [], [], [], getattr(time, clock_of(device.type))
     def mark(*_): wait(); ends.append(now())
     handle = adapter.model.get_base_model().register_forward_hook(mark)
     try:
-        for k in range(n_samples + 1):
-            batch = collate([task.prompts[k % len(task.prompts)]]); ends.clear(); wait()
+        for k in range(-(-n_samples // batch_size) + 1):
+            batch = collate([task.prompts[(k * batch_size + i) % len(task.prompts)] for i in range(batch_size)]); ends.clear(); wait()
             start = now()
-            answer_batch(adapter, batch, tokenizer, num_beams, new_tokens)
+            answer_batch(adapter, batch, tokenizer, exactly=new_tokens)
             wait()
             if k: samples.append(1e3 * (now() - start)); tokens += (1e3 * np.diff(ends)).tolist()
     finally: handle.remove()
@@ -216,6 +216,20 @@ def clock_of(device_type: str) -> str: # a clock of `time`
 
 def percentiles(values: np.ndarray) -> dict[str, float]: # p50, p95, p99
     return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)}
+
+def latency_parts(
+    adapter: Adapter,
+    task: EvaluationTask,
+    tokenizer,
+    settings: dict, # see `config.EnergyParameters`
+) -> list[dict]: # one a batch size; empty where nothing is timed
+    "Percentiles of the latency at each batch size, as they stand in a record."
+    parts = []
+    for b in settings["latency_batch_sizes"] if settings["latency_samples"] else []:
+        requests, steps = latencies_ms(adapter, task, tokenizer, settings["latency_samples"], settings["latency_new_tokens"], b)
+        parts.append(dict(samples=percentiles(requests), decoded_tokens=percentiles(steps), n_samples=len(requests), n_tokens=len(steps), new_tokens=settings["latency_new_tokens"],
+                          batch_size=b, num_beams=1, clock=clock_of(next(adapter.model.parameters()).device.type)))
+    return parts
 
 # %% ../nbs/44f_energy_evaluation.ipynb #e762ad74
 def energy_part(
@@ -231,21 +245,22 @@ def energy_part(
     "What answering costs, as it stands in a record."
     costs, use = count_answers(adapter, task, tokenizer, cost, batch_size, num_beams, settings["max_samples"])
     measured = None if meter.source == "none" else measured_joules(meter, adapter, task, tokenizer, batch_size, num_beams, settings["max_samples"], settings["min_window_s"])
-    samples, tokens = latencies_ms(adapter, task, tokenizer, settings["latency_samples"], settings["latency_new_tokens"]) if settings["latency_samples"] else (None, None)
+    timed = latency_parts(adapter, task, tokenizer, settings)
     scope = costs.scope_share if use is not None else None
     summary = dict(mean_joules_per_sample=modelled_joules(costs) if measured is None else measured["joules_per_sample"], joules_source=MODELLED if measured is None else f"measured: {meter.source}",
                    energy_share=float(costs.energy_share.mean()), energy_share_max=float(costs.energy_share.max()),
                    scope_energy_share=None if scope is None else float(scope.mean()), scope_energy_share_max=None if scope is None else float(scope.max()),
-                   **{f"latency_{k}_ms": v for k, v in (percentiles(samples) if samples is not None else dict.fromkeys(("p50", "p95", "p99"))).items()},
+                   **{f"latency_{k}_ms": v for k, v in (timed[0]["samples"] if timed else dict.fromkeys(("p50", "p95", "p99"))).items()},
                    controller_parameters=adapter.tuner.controller_parameters() if use is not None else 0)
-    return summary, _details(adapter, costs, use, measured, samples, tokens, settings)
+    return summary, _details(adapter, costs, use, measured, timed)
 
-def _details(adapter, costs, use, measured, samples, tokens, settings):
+def _details(adapter, costs, use, measured, timed):
     "Everything beside the summary, rounded."
     short = lambda x, digits=4: np.round(x, digits).tolist()
     out = dict(n_samples=len(costs.tokens), tokens=short(costs.tokens, 0), energy_share=short(costs.energy_share, 6), modelled_joules_per_sample=modelled_joules(costs), measured=measured,
                multiply_adds=dict(backbone=float(costs.backbone.mean()), adapter=float(costs.adapter.mean()), adapter_fp=float(costs.adapter_fp.mean()), controller=float(costs.controller.mean())))
-    if samples is not None: out["latency_ms"] = dict(samples=percentiles(samples), decoded_tokens=percentiles(tokens), n_samples=len(samples), n_tokens=len(tokens), new_tokens=settings["latency_new_tokens"], batch_size=1, num_beams=1, clock=clock_of(next(adapter.model.parameters()).device.type))
+    if timed: out["latency_ms"] = timed[0]
+    if timed[1:]: out["latency_ms_batched"] = timed[1:]
     if use is None: return out
     n = np.maximum(use.n_tokens, 1)
     return out | dict(scope_energy_share=short(costs.scope_share), gate_costs=adapter.tuner.gate_costs(),

@@ -465,10 +465,11 @@ def seconds(
     return dict(training=training, evaluation=evaluation_seconds(of, evaluated, device, max_length is not None), rest=of_tasks + latency_seconds(of, loads, device) + device.start_s)
 
 def latency_seconds(of: Backbone, loads: list[TaskLoad], device: Device) -> float:
-    "Time of the rows that are timed one by one, in a study of energy."
+    "Time of the rows whose latency is taken, in a study of energy."
     energy = of.config.energy
     if not energy: return 0.
-    return energy["latency_samples"] * batch_seconds(of, 1, mean(loads[0].lengths) - mean(loads[0].targets), energy["latency_new_tokens"], device, of.config.evaluation["num_beams"])
+    prompt = mean(loads[0].lengths) - mean(loads[0].targets)
+    return sum(-(-energy["latency_samples"] // b) * batch_seconds(of, b, prompt, energy["latency_new_tokens"], device) for b in energy["latency_batch_sizes"])
 
 # %% ../nbs/41a_plan.ipynb #db869012
 def make_plan(
