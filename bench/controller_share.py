@@ -3,9 +3,9 @@
     python bench/controller_share.py
     python bench/controller_share.py --widths 1024 4096 --lengths 512 1024 2048 4096 --batches 1 4 16 --out shares_gpu.json   # a GPU
 
-Random weights, since time does not hang on them, and gates that are open in all three states. Time is taken inside of one forward pass: that of the controller and its gates (TokenGates.enter) over that of the whole
+Random weights, since time does not hang on them, and gates that are open in all the states that they have. Time is taken inside of one forward pass: that of the controller and its gates (TokenGates.enter) over that of the whole
 pass, on a CPU process time, on a GPU the wall between synchronisations (which adds the launches' own time to the controller's share). Needs torch, transformers and peft alone. Settings are visited in turns, round after round; a
-figure is the median over rounds with the smallest and the largest. Multiply-adds are counted by formula (energy.forward_cost, gate_costs) at the mean number of keys.
+figure is the median over rounds with the smallest and the largest. Multiply-adds are counted by formula (energy.forward_cost, gate_costs) at the mean number of keys; the head once, as in the pass that is timed.
 """
 import argparse
 import json
@@ -35,7 +35,7 @@ def backbone(width, device):
 
 
 def attached(method, width, device):
-    "The adapter with all three states in use."
+    "The adapter with all its states in use."
     model = get_peft_model(backbone(width, device), (HestConfig(task_type="CAUSAL_LM", e_max=.33) if method == "hest" else TabsConfig(task_type="CAUSAL_LM"))).to(device).eval()
     core = model.base_model.core()
     with torch.no_grad():
@@ -87,7 +87,7 @@ def main():
             for (b, n), seen in found.items():
                 shares = [s for s, _ in seen]
                 rows.append(dict(method=method, width=width, layers=LAYERS[width], batch_size=b, n_tokens=n, time_share=statistics.median(shares), time_share_low=min(shares), time_share_high=max(shares), pass_s=statistics.median(t for _, t in seen),
-                                 multiply_add_share=gates["controller"] / (cost.at((n + 1) / 2) + gates["controller"] + gates["directions"]), controller_parameters=model.base_model.controller_parameters()))
+                                 multiply_add_share=gates["controller"] / (cost.at((n + 1) / 2) - cost.head * (n - 1) / n + gates["controller"] + gates["directions"]), controller_parameters=model.base_model.controller_parameters()))
                 print(json.dumps(rows[-1]), flush=True)
             del model
     record = dict(command="python bench/controller_share.py" + ("" if device == "cpu" else f" on {torch.cuda.get_device_name()}"), rounds=args.rounds, device=torch.cuda.get_device_name() if device == "cuda" else platform.machine(), threads=torch.get_num_threads(), torch=torch.__version__, rows=rows)

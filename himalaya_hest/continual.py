@@ -244,7 +244,7 @@ class ContinualRun:
         self.order = task_order([t.name for t in self.stream.tasks], config.order_seed)
         self.kept = [KeptRows(self.data[n].train, config.replay_share, mixed_seed(config.seed, "replay", n)) for n in self.order] if config.protocol == "replay" else []
         self.lessons = lessons_of(self)
-        self.cost, self.meter = (forward_cost(self.model), find_meter(config.energy["energy_meter"])) if config.energy else (None, None)
+        self.cost, self.meter = (forward_cost(self.model), find_meter(config.energy["energy_meter"], "cuda" if torch.cuda.is_available() else "cpu")) if config.energy else (None, None)
         self.adapter = build_adapter(config.adapter, self.model, self.tokenizer, config.preset, config.adapter_config, config.ewc or None, config.seed)
         self.stopping = early_stopping(self)
         self.adapter.hooks = HookList([*self.stopping, *self.adapter.hooks.hooks, *hooks])

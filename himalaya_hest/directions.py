@@ -61,7 +61,7 @@ def places_of(
 
 # %% ../nbs/23_directions.ipynb #ae0f262f
 class GatedDirections(nn.Module):
-    "y + Σ_fp s u (vᵀx) + Σ_int8 s û (v̂ᵀx̂)^ for the directions that a token's gates leave open."
+    "y + Σ_fp s u (vᵀx) + Σ_int8 û (s v̂ᵀx̂)^ for the directions that a token's gates leave open."
     def __init__(self,
         places: Places,
         starts: list, # (U (R, d_out), V (R, d_in)) of each site
