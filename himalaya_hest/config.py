@@ -6,8 +6,8 @@
 __all__ = ['LATER', 'CHOICES', 'SCALES', 'STUDIES', 'REVISIONS', 'SHORT_STREAM', 'LONG_POINTS', 'SCHEDULES', 'BOUND_TO_TASKS',
            'SILENT', 'MIRROR', 'PROJECT', 'BUDGETED', 'ENERGY_TRAINING', 'TrainingParameters', 'EvaluationParameters',
            'EnergyParameters', 'EWCParameters', 'SearchParameters', 'evaluation_schedule', 'Scaled', 'RunConfig',
-           'told_parameters', 'parameters_digest', 'default_run_id', 'resolve', 'notebook_parameters', 'save_config',
-           'load_config']
+           'told_parameters', 'parameters_digest', 'default_run_id', 'resolve', 'energy_training',
+           'notebook_parameters', 'save_config', 'load_config']
 
 # %% ../nbs/41_config.ipynb #5cf0edee
 import difflib
@@ -351,7 +351,7 @@ def default_run_id(config: RunConfig) -> str:
 # %% ../nbs/41_config.ipynb #73d5252f
 def _resolve_training(cfg, given):
     training = asdict(_checked(TrainingParameters, given, "training."))
-    if cfg.study != "continual25" and cfg.scale == "mini": training |= {k: v for k, v in ENERGY_TRAINING.get(cfg.adapter, {}).items() if training[k] is None}
+    if cfg.study != "continual25" and cfg.scale == "mini": training |= {k: v for k, v in energy_training(cfg.adapter, cfg.preset).items() if training[k] is None}
     for key, value in training_defaults(cfg.adapter, cfg.preset, cfg.scale).items():
         if training[key] is None: training[key] = value
     training |= {k: v for k, v in _study(cfg, "training").items() if k not in given}
@@ -440,9 +440,12 @@ def _resolve_tracker(cfg):
 
 # %% ../nbs/41_config.ipynb #b544ffb2
 BUDGETED = ("hest", "bhsp")
-ENERGY_TRAINING = { # at the mini scale, by a few runs of each on mini_cnndm_dev (nbs/records/cnndm_dev)
-    "hest": dict(learning_rate=.02), "tabs": dict(learning_rate=.02), "bhsp": dict(learning_rate=.02), "lora": dict(learning_rate=.02),
+ENERGY_TRAINING = { # at the mini scale: the best mean of three seeds on mini_cnndm_dev (nbs/records/cnndm_dev)
+    "hest": dict(learning_rate=.03), "hest:published": dict(learning_rate=.03), "tabs": dict(learning_rate=.02), "bhsp": dict(learning_rate=.03), "lora": dict(learning_rate=.02),
 }
+
+def energy_training(adapter: str, preset: str = "default") -> dict: # of a study of energy at the mini scale
+    return ENERGY_TRAINING.get(adapter.lower() if preset == "default" else f"{adapter.lower()}:{preset}", {})
 
 def _resolve_budget(cfg, method, later=None):
     "One number for e_max: from itself, from tabs_record, from the adapter's own field, or the package's."

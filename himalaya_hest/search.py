@@ -20,7 +20,7 @@ from typing import Callable
 
 from filelock import FileLock, Timeout
 
-from .config import _STORAGE, ENERGY_TRAINING, RunConfig, parameters_digest, resolve
+from .config import _STORAGE, RunConfig, energy_training, parameters_digest, resolve
 from .pairs import read_grid
 from .records import Table
 from .registry import parse_adapter, start_training
@@ -74,7 +74,7 @@ def search_space(
     method, with_ewc = parse_adapter(adapter)
     name = f"{method}:{preset}" if preset != "default" else adapter.lower()
     table, of_energy = SPACES if scale == "mini" else FOUNDING, study != "continual25"
-    start = start_training(adapter, preset, scale) | (ENERGY_TRAINING.get(adapter.lower(), {}) if of_energy and scale == "mini" else {})
+    start = start_training(adapter, preset, scale) | (energy_training(adapter, preset) if of_energy and scale == "mini" else {})
     rate = start["learning_rate"]
     if method in GATED or (of_energy and scale != "mini"):
         return ({LR: _log(1e-4, 5e-2, rate), BETA2: _USUAL[BETA2]} if scale == "mini" else {LR: _log(1e-5, 5e-4, rate)} | _BATCHES) | GATED.get(method, {})
