@@ -11,6 +11,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def main():
     for width in args.widths:
         for method in args.methods:
             model = attached(method, width, device)
-            cost, gates, core = forward_cost(model.get_base_model()), model.base_model.gate_costs(), model.base_model.core()
+            cost, gates = forward_cost(model.get_base_model()), model.base_model.gate_costs()
             shapes = [(b, n) for b in args.batches for n in args.lengths if b * n <= args.most_tokens]
             found = {s: [] for s in shapes}
             for _ in range(args.rounds):
@@ -93,7 +94,7 @@ def main():
                                  multiply_add_share=gates["controller"] / (cost.at((n + 1) / 2) - cost.head * (n - 1) / n + gates["controller"] + gates["directions"]), controller_parameters=model.base_model.controller_parameters()))
                 print(json.dumps(rows[-1]), flush=True)
             del model
-    record = dict(command="python bench/controller_share.py" + ("" if device == "cpu" else f" on {torch.cuda.get_device_name()}"), rounds=args.rounds, device=torch.cuda.get_device_name() if device == "cuda" else platform.machine(), threads=torch.get_num_threads(), torch=torch.__version__, rows=rows)
+    record = dict(command=" ".join(["python bench/controller_share.py", *sys.argv[1:]]), rounds=args.rounds, device=torch.cuda.get_device_name() if device == "cuda" else platform.machine(), threads=torch.get_num_threads(), torch=torch.__version__, rows=rows)
     Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     print(args.out)
 

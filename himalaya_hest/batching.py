@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROBE', 'PADDED', 'text_ids', 'start_ids', 'end_id', 'stop_ids', 'pad_id', 'cut_middle', 'encode_all', 'encode',
-           'ChatLayout', 'pieces_of', 'stretches', 'chat_layout', 'chat_rows', 'with_chat_template', 'follows_template',
-           'Collator', 'prompt_row', 'row_order', 'TaskLoader']
+           'ChatLayout', 'pieces_of', 'stretches', 'chat_layout', 'chat_rows', 'with_chat_template', 'as_asked',
+           'follows_template', 'Collator', 'prompt_row', 'row_order', 'TaskLoader']
 
 # %% ../nbs/07_batching.ipynb #8ee039f9
 import copy
@@ -224,6 +224,14 @@ def with_chat_template(
         out.chat = chat_layout(tokenizer, behind)
         if follows_template(out): return out
     raise ValueError(f"the chat template of '{tokenizer.name_or_path}', tokenised in pieces, gives other tokens than as a whole; set chat_template to false")
+
+def as_asked(
+    tokenizer, # a transformers tokenizer
+    chat_template: bool | None, # None: through its chat template where it has one
+): # the tokenizer itself, or a copy from `with_chat_template`
+    "The tokenizer as a run's `chat_template` says."
+    chats = bool(getattr(tokenizer, "chat_template", None)) if chat_template is None else chat_template
+    return with_chat_template(tokenizer) if chats else tokenizer
 
 def follows_template(
     tokenizer, # from `with_chat_template`

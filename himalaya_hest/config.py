@@ -51,7 +51,7 @@ SCALES = {  # what a scale gives to parameters that were left open
 
 # %% ../nbs/41_config.ipynb #82e43548
 _MINI_ENERGY = dict(training=dict(num_train_epochs=3, max_train_rows=350), evaluation=dict(per_device_eval_batch_size=50), energy=dict(latency_samples=100))
-_CHAT_ENERGY = dict(training=dict(max_length=4096, lr_scheduler_type="cosine", per_device_train_batch_size=4, gradient_accumulation_steps=8), energy=dict(latency_samples=1000, latency_new_tokens=128, latency_batch_sizes=[1, 8, 32]))
+_CHAT_ENERGY = dict(training=dict(max_length=4096, lr_scheduler_type="cosine", per_device_train_batch_size=4, gradient_accumulation_steps=8), energy=dict(latency_samples=1000, latency_new_tokens=128, latency_batch_sizes=[1, 8, 16]))
 STUDIES = {  # what a study gives beyond its scale, to parameters that were left open
     "continual25": {s: {} for s in SCALES},
     "cnndm": {
@@ -68,7 +68,7 @@ STUDIES = {  # what a study gives beyond its scale, to parameters that were left
                        evaluation=dict(per_device_eval_batch_size=8), energy=dict(max_samples=200, latency_samples=200, latency_new_tokens=4, latency_batch_sizes=[1, 8])),
         "full": dict(model="NousResearch/Llama-2-7b-chat-hf", quantisation="none", chat_template=True, stream="lra_text", search=dict(stream="lra_text_dev"),
                      training=_CHAT_ENERGY["training"] | dict(max_train_rows=100_000, num_train_epochs=3, eval_steps=1000), evaluation=dict(max_eval_rows=1000, final_eval_rows=None, per_device_eval_batch_size=4),
-                     energy=dict(max_samples=200, latency_samples=1000, latency_new_tokens=4, latency_batch_sizes=[1, 8, 32])),
+                     energy=dict(max_samples=200, latency_samples=1000, latency_new_tokens=4, latency_batch_sizes=[1, 4])),
     },
 }
 
@@ -351,8 +351,7 @@ def default_run_id(config: RunConfig) -> str:
 # %% ../nbs/41_config.ipynb #73d5252f
 def _resolve_training(cfg, given):
     training = asdict(_checked(TrainingParameters, given, "training."))
-    if cfg.study != "continual25" and cfg.scale == "mini": training |= {k: v for k, v in energy_training(cfg.adapter, cfg.preset).items() if training[k] is None}
-    for key, value in training_defaults(cfg.adapter, cfg.preset, cfg.scale).items():
+    for key, value in (training_defaults(cfg.adapter, cfg.preset, cfg.scale) | energy_training(cfg.adapter, cfg.preset, cfg.scale, cfg.study)).items():
         if training[key] is None: training[key] = value
     training |= {k: v for k, v in _study(cfg, "training").items() if k not in given}
     training |= {k: v for k, v in SCALES[cfg.scale]["training"].items() if training[k] is None}
@@ -444,7 +443,9 @@ ENERGY_TRAINING = { # at the mini scale: the best mean of three seeds on mini_cn
     "hest": dict(learning_rate=.03), "hest:published": dict(learning_rate=.03), "tabs": dict(learning_rate=.02), "bhsp": dict(learning_rate=.03), "lora": dict(learning_rate=.02),
 }
 
-def energy_training(adapter: str, preset: str = "default") -> dict: # of a study of energy at the mini scale
+def energy_training(adapter: str, preset: str, scale: str, study: str) -> dict: # training parameter → value
+    "What was chosen for an adapter in a study of energy; nothing in Study 1 and at the other scales."
+    if study == "continual25" or scale != "mini": return {}
     return ENERGY_TRAINING.get(adapter.lower() if preset == "default" else f"{adapter.lower()}:{preset}", {})
 
 def _resolve_budget(cfg, method, later=None):
@@ -486,7 +487,7 @@ def _resolve_energy(cfg):
     for name, low in dict(max_samples=1, latency_samples=0, latency_new_tokens=2, min_window_s=5).items():
         if energy[name] is not None and not low <= energy[name] < float("inf"): raise ValueError(f"parameter energy.{name} = {energy[name]!r} must be a number from {low} on.")
     sizes = energy["latency_batch_sizes"]
-    if not sizes or any(type(b) is not int or b < 1 for b in sizes) or len(set(sizes)) < len(sizes): raise ValueError(f"parameter energy.latency_batch_sizes = {sizes!r} must be different positive numbers, such as [1, 8, 32].")
+    if not sizes or any(type(b) is not int or b < 1 for b in sizes) or len(set(sizes)) < len(sizes): raise ValueError(f"parameter energy.latency_batch_sizes = {sizes!r} must be different positive numbers, such as [1, 8, 16].")
     cfg.energy = energy
 
 # %% ../nbs/41_config.ipynb #9ba459cd

@@ -35,7 +35,7 @@ import torch
 
 # %% ../nbs/46_continual.ipynb #5982e770
 import himalaya_hest, himalaya_hest.long_world # which registers the twins of the studies of energy
-from .batching import Collator, TaskLoader, with_chat_template
+from .batching import Collator, TaskLoader, as_asked
 from .checkpoint import latest_checkpoint, random_states, save_checkpoint, set_random_states, write_atomic
 from .code_execution import Limits, run_programs
 from .config import RunConfig, evaluation_schedule, resolve, save_config, told_parameters
@@ -235,9 +235,8 @@ class ContinualRun:
         self.sandbox = sandbox_found(config)
         self.source = get_source(config.source, config.data_dir or None, self.stream.world, config.cache_dir)
         self.model, self.tokenizer, self.backbone = load_backbone(config.model, config.model_revision, config.dtype, config.quantisation)
-        self.chats = bool(self.tokenizer.chat_template) if config.chat_template is None else config.chat_template
-        if self.chats: self.tokenizer = with_chat_template(self.tokenizer)
-        elif self.tokenizer.chat_template: log.info("the tokenizer of %s has a chat template, which this run does not use; chat_template: true sends prompts through it", config.model)
+        self.tokenizer = as_asked(self.tokenizer, config.chat_template)
+        if self.tokenizer.chat_template and not getattr(self.tokenizer, "chat", None): log.info("the tokenizer of %s has a chat template, which this run does not use; chat_template: true sends prompts through it", config.model)
         context = getattr(self.model.config, "max_position_embeddings", 1024)
         self.max_length = min(config.training["max_length"] or 1024, context)
         self.data = load_tasks(config, self.stream, self.source, self.tokenizer, self.max_length, self.progress)
@@ -562,7 +561,7 @@ def world_of(run: ContinualRun) -> dict:
     c, e = run.config, run.config.evaluation
     settings = dict(max_eval_rows=e["max_eval_rows"], max_train_rows=c.training["max_train_rows"], max_new_tokens=e["max_new_tokens"], max_length=run.max_length, decoding="greedy" if e["num_beams"] == 1 else f"beams {e['num_beams']}")
     if len(run.schedule) < len(run.order): settings["after_tasks"] = run.schedule
-    if run.chats: settings["chat_template"] = hashlib.sha256(repr(run.tokenizer.chat).encode()).hexdigest()
+    if chat := getattr(run.tokenizer, "chat", None): settings["chat_template"] = hashlib.sha256(repr(chat).encode()).hexdigest()
     if c.allow_code_execution: settings["code_execution"] = asdict(Limits())
     settings |= {k: v for k, v, plain in (("quantisation", c.quantisation, "none"), ("dtype", c.dtype, "auto"), ("final_eval_rows", e["final_eval_rows"], None), ("num_beams", e["num_beams"], 1)) if v != plain}
     base = dict(settings)

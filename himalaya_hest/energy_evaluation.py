@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from .batching import Collator, pad_id, stop_ids
+from .batching import Collator, stop_ids
 from .energy import ForwardCost
-from .evaluation import EvaluationTask, evaluation_batches
+from .evaluation import EvaluationTask, evaluation_batches, generate_batch
 from .gated_shell import record_states
 from .meters import Meter, measure_interleaved
 from .registry import Adapter
@@ -150,10 +150,7 @@ def count_answers(
 
 def answer_batch(adapter: Adapter, batch: dict, tokenizer, num_beams: int = 1, exactly: int | None = None) -> None:
     "Generate a batch from `evaluation_batches`, at most its cap, or exactly so many tokens."
-    from transformers import GenerationConfig
-    new = exactly or batch["max_new_tokens"]
-    config = GenerationConfig(do_sample=False, num_beams=num_beams, repetition_penalty=1., max_new_tokens=new, min_new_tokens=exactly, eos_token_id=stop_ids(tokenizer), pad_token_id=pad_id(tokenizer))
-    adapter.model.generate(**model_inputs(batch, adapter.takes_masks, next(adapter.model.parameters()).device), generation_config=config)
+    generate_batch(adapter.model, batch, tokenizer, adapter.takes_masks, num_beams, exactly)
 
 # %% ../nbs/44f_energy_evaluation.ipynb #1bab0205
 JOULES_PER_MULTIPLY_ADD = 2 * 400 / 312e12

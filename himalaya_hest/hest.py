@@ -8,6 +8,7 @@ __all__ = ['TABS_RATIO', 'PRESETS', 'tabs_e_max', 'HestConfig', 'check_hest', 'b
 # %% ../nbs/25_hest.ipynb #ebf8722a
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.resources import files
 from typing import Optional, Union
 
@@ -27,12 +28,17 @@ add_peft_type("HEST")
 # %% ../nbs/25_hest.ipynb #c6cc2d1e
 TABS_RATIO = .6 # E_max over TABS' mean scope share, as the method was proposed
 
+@lru_cache
+def _shipped(scope):
+    "The run of TABS in the package."
+    return json.loads((files("himalaya_hest")/"data"/f"tabs_{scope}.json").read_text(encoding="utf-8"))
+
 def tabs_e_max(
     record: dict | None = None, # of a run of TABS; None: the one in the package
     scope: str = "directions",
 ) -> float: # scope share
     "E_max = 0.6 × the mean scope share of a run of TABS; `ValueError` for another run, or one of another scope."
-    if record is None: record = json.loads((files("himalaya_hest")/"data"/f"tabs_{scope}.json").read_text(encoding="utf-8"))
+    if record is None: record = _shipped(scope)
     adapter, share = record.get("config", {}).get("adapter"), record.get("summary", {}).get("scope_energy_share")
     if adapter != "tabs" or share is None: raise ValueError(f"tabs_record is the record of a run of {adapter!r} with scope_energy_share {share}; expected one of 'tabs' that has it")
     of = record["config"].get("adapter_config", {}).get("scope", "directions")

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import himalaya_hest.long_world # which registers the twins of the studies of energy
-from .batching import encode_all, with_chat_template
+from .batching import as_asked, encode_all
 from .config import RunConfig, evaluation_schedule, resolve
 from .hub import get_source
 from .instructions import instructed
@@ -234,9 +234,7 @@ def _load(task, config, source, tokenizer, max_length):
 
 def _tokenizer(config):
     from transformers import AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model))
-    chats = bool(tokenizer.chat_template) if config.chat_template is None else config.chat_template
-    return with_chat_template(tokenizer) if chats else tokenizer
+    return as_asked(AutoTokenizer.from_pretrained(model_folder(config.model)), config.chat_template)
 
 # %% ../nbs/41a_plan.ipynb #1447768c
 @dataclass(frozen=True)
@@ -357,7 +355,7 @@ def evaluations(
     final = [(t, t.final_rows) for t in loads if t.final_rows]
     return out + ([final] if final else [])
 
-def all_evaluations(config: RunConfig, loads: list[TaskLoad]) -> list[list[tuple]]: return evaluations(config, loads) + further_generations(config, loads)
+def all_evaluations(config: RunConfig, loads: list[TaskLoad], fresh: bool = False) -> list[list[tuple]]: return evaluations(config, loads, fresh) + further_generations(config, loads)
 
 def further_generations(
     config: RunConfig, # resolved
@@ -402,7 +400,7 @@ def memory_parts(
     logits = 12 * targets * s.head / s.width
     written = 2 * max(s.width * s.mlp, s.width**2) if of.config.quantisation == "nf4" else 0
     new = max(t.cap for t in loads)
-    B *= e["num_beams"]
+    B = max([B * e["num_beams"], *of.config.energy.get("latency_batch_sizes", [])]) # rows of an evaluation, or of a request that is timed
     cache = B * (max_length + new) * 2 * s.keys * s.layers * of.e + B * max_length * (4 * s.width + 3 * s.mlp) * of.e
     training = dict(activations=kept, logits=logits) if of.config.protocol != "zero_shot" else {}
     largest = training if sum(training.values()) >= cache else {"keys, values and prompts of an evaluation": cache}
@@ -461,7 +459,7 @@ def seconds(
     "Time of a run by its parts."
     training = sum(steps_of(of.config, t) * step_seconds(of, t, device, max_length) for t in trained_loads(of.config, loads))
     of_tasks = 0. if of.config.protocol == "zero_shot" else sum(device.task_s + device.task_steps * step_seconds(of, t, device, max_length) for t in loads)
-    evaluated = evaluations(of.config, loads, fresh=of.adapter.keeps_answers and max_length is None) + further_generations(of.config, loads)
+    evaluated = all_evaluations(of.config, loads, of.adapter.keeps_answers and max_length is None)
     return dict(training=training, evaluation=evaluation_seconds(of, evaluated, device, max_length is not None), rest=of_tasks + latency_seconds(of, loads, device) + device.start_s)
 
 def latency_seconds(of: Backbone, loads: list[TaskLoad], device: Device) -> float:

@@ -73,10 +73,9 @@ def search_space(
     "What is searched for an adapter."
     method, with_ewc = parse_adapter(adapter)
     name = f"{method}:{preset}" if preset != "default" else adapter.lower()
-    table, of_energy = SPACES if scale == "mini" else FOUNDING, study != "continual25"
-    start = start_training(adapter, preset, scale) | (energy_training(adapter, preset) if of_energy and scale == "mini" else {})
-    rate = start["learning_rate"]
-    if method in GATED or (of_energy and scale != "mini"):
+    table = SPACES if scale == "mini" else FOUNDING
+    rate = (start_training(adapter, preset, scale) | energy_training(adapter, preset, scale, study))["learning_rate"]
+    if method in GATED or (study != "continual25" and scale != "mini"):
         return ({LR: _log(1e-4, 5e-2, rate), BETA2: _USUAL[BETA2]} if scale == "mini" else {LR: _log(1e-5, 5e-4, rate)} | _BATCHES) | GATED.get(method, {})
     if name in table: return dict(table[name])
     if scale != "mini": return FOUNDING[""] | ({LAMBDA: _log(*FOUNDING_LAMBDA, .4)} if with_ewc else {})
