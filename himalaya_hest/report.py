@@ -196,12 +196,13 @@ def learning_curves(
     for axes, key, label, color, marker in ((top, "train_loss", "training loss (nats per token)", DARK, None), (low, "val_retained_accuracy", "retained accuracy\n(share of 1)", MIDDLE, "s")):
         plain_axes(axes)
         points = [(a, h[key]) for a, h in zip(x, history) if h.get(key) is not None]
-        if points: axes.plot(*zip(*points), color=color, marker=marker, markersize=3.5, linewidth=1)
+        if points: axes.plot(*zip(*points), color=color, marker=marker if len(points) > 1 else "s", markersize=3.5, linewidth=1)
         else: axes.text(.5, .4, "not recorded", transform=axes.transAxes, ha="center", fontsize=9, color="#666666")
         for a, v in points if marker else (): axes.annotate(f"{v:.2f}", (a, v), (0, 4), textcoords="offset points", ha="center", fontsize=6.5)
         axes.set_ylabel(label, fontsize=9)
     top.set_ylim(0, 1.5 * top.get_ylim()[1]) # the upper third is for the tasks' names
     low.set_ylim(0, 1.15)
+    low.set_xlim(left=0)
     top.set_title(record["run_id"], fontsize=9)
     low.set_xlabel("optimiser steps over the stream", fontsize=9)
     _mark_tasks(top, x, tasks)
