@@ -76,7 +76,7 @@ def changed_parameters(
     return [f"{k}: {old[k]!r} in the record, {new.get(k)!r} now" for k in old if old[k] != new.get(k)]
 
 # %% ../nbs/47a_rerun.ipynb #2b19fe9d
-TIMES = ("wall_s", "cpu_latency_overhead", "peak_memory_mb")
+TIMES = ("wall_s", "cpu_latency_overhead", "peak_memory_mb", "latency_p50_ms", "latency_p95_ms", "latency_p99_ms")
 GROUPS = ("tasks", "matrix", "scores", "row_values", "final", "summary", "bytes", "kept_bytes", "dictionary", "confusion")
 
 def leaves(
@@ -95,13 +95,14 @@ def values_of(
     "What is compared."
     if decimals is not None and "scores" in record: record = record | dict(scores=record["scores"][-1:])
     out = {"world": {"digest": record["world"]["digest"]}} | {g: leaves(record[g]) for g in GROUPS if g in record}
-    for k in TIMES: out["summary"].pop(f"['{k}']", None)
+    counted = (record["summary"].get("joules_source") or "").startswith("measured")
+    for k in (*TIMES, *(["mean_joules_per_sample"] if counted else [])): out["summary"].pop(f"['{k}']", None)
     rounded = lambda v: round(v, decimals) if isinstance(v, float) else v
     if decimals is not None: out |= {g: {p: rounded(v) for p, v in out[g].items()} for g in ("matrix", "scores") if g in out}
     return out
 
 def is_compact(record: dict) -> bool: # whether scores are rounded and details left out
-    return "history" not in record
+    return "command" in record # a record of a study of energy keeps its history
 
 # %% ../nbs/47a_rerun.ipynb #f72d52ea
 @dataclass(repr=False)
