@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .controller import rms_normed
 from .energy import DATASHEET_COST, check_costs, expected_cost
+from .gate_costs import GateCosts, direction_costs
 from .gates import draw, harden
 
 # %% ../nbs/23_directions.ipynb #096a240e
@@ -89,16 +90,23 @@ class GatedDirections(nn.Module):
         int8: Tensor | None, # (..., slots · R) the same for int8
     ) -> Tensor: # (..., d_out)
         "The site's output with its open directions added; what is off everywhere is skipped."
-        slot, s, x = self.places.at[i][1], self.s[i], x.to(self.s.dtype)
+        slot, x = self.places.at[i][1], x.to(self.s.dtype)
         units = slice(slot * self.rank, (slot + 1) * self.rank)
-        if fp is not None: y = y + ((fp[..., units].to(s.dtype) * s * (x @ self.v[i].T)) @ self.u[i]).to(y.dtype)
-        if int8 is not None:
-            u, v = self.rounded(i)
-            y = y + (fake_int8(int8[..., units].to(s.dtype) * s * (fake_int8(x) @ v.T)) @ u).to(y.dtype)
-        return y
+        if fp is not None: y = self.in_fp(i, x, y, fp[..., units])
+        return y if int8 is None else self.in_int8(i, fake_int8(x), y, int8[..., units])
+    def in_fp(self, i: int, x: Tensor, y: Tensor, open_: Tensor | None = None) -> Tensor: # open_ (..., R); None: all
+        "y + Σ s u (vᵀx)."
+        s = self.s[i] if open_ is None else open_.to(self.s.dtype) * self.s[i]
+        return y + ((s * (x.to(s.dtype) @ self.v[i].T)) @ self.u[i]).to(y.dtype)
+    def in_int8(self, i: int, x_hat: Tensor, y: Tensor, open_: Tensor | None = None) -> Tensor: # x̂: the input on its grid
+        "y + Σ û (s v̂ᵀx̂)^."
+        (u, v), s = self.rounded(i), self.s[i] if open_ is None else open_.to(self.s.dtype) * self.s[i]
+        return y + (fake_int8(s * (x_hat.to(s.dtype) @ v.T)) @ u).to(y.dtype)
     def train(self, mode: bool = True):
         self._kept = {} # a write into `.data` does not show
         return super().train(mode)
+    @property
+    def layers(self) -> tuple: return self.places.layers # blocks with gates, ascending
     @property
     def has_int8(self) -> bool: return bool(self.gate.allowed_states[1])
 
@@ -115,6 +123,44 @@ def _rounded(self,
 
 GatedDirections.rounded = _rounded
 
+# %% ../nbs/23_directions.ipynb #676c63e1
+def _spend(self,
+    row: int, # of a gated layer
+    weights: Tensor, # (b, n, units, 3) of the states
+    keys: Tensor | None, # (b, n) that a token sees, which directions do not look at
+) -> Tensor: # (b, n) shares of the scope
+    "Energy of a layer's directions."
+    return self.by_site(expected_cost(weights, self.costs)) @ self.weight[row].to(weights.dtype)
+
+def _shares(self, row: int, weights: Tensor) -> Tensor: # (b, n, 3)
+    "Share of a layer's directions in each state, weighted by their widths."
+    widths = self.weight[row].to(weights.dtype)
+    return torch.stack([self.by_site(weights[..., k]) @ widths for k in range(3)], -1) / widths.sum()
+
+def _by_site(self, per_unit): return per_unit.unflatten(-1, (self.places.n_slots, self.rank)).mean(-1) # (b, n, slots)
+
+def _whole(self, keys: Tensor | None, headed: Tensor | None) -> tuple: # of each token: what no gate can save, and everything in fp
+    "In units of the scope: 0 and 1."
+    return 0., 1.
+
+def _stages(self) -> list[tuple]: # rows
+    "Rows that are decided together: those that read the first block's output, and each that reads its own input."
+    own = [r for r, l in enumerate(self.layers) if self.reads == "own_layer" or l == 0]
+    rest = tuple(r for r in range(len(self.layers)) if r not in own)
+    return [(r,) for r in own] + [rest] * bool(rest)
+
+def _gate_table(self, rows: tuple) -> GateCosts: # gates: rows, then units
+    "What the gates of some rows cost, beside all of them in fp."
+    return direction_costs(self.places.cost()[list(rows)].repeat_interleave(self.rank, 1).flatten().numpy(), tuple(self.costs.tolist()))
+
+def _logits(self, tokens: Tensor, row: int) -> Tensor: # (b, n, units, 3)
+    "What a row's gates make of the controller's reading."
+    p = self.controller.of_layer(tokens, row)
+    return self.gate.of_layer(p.tile(self.places.n_slots) if p.shape[-1] == self.rank else p, row)
+
+GatedDirections.logits = _logits
+GatedDirections.spend, GatedDirections.shares, GatedDirections.by_site, GatedDirections.whole, GatedDirections.stages, GatedDirections.gate_table = _spend, _shares, _by_site, _whole, _stages, _gate_table
+
 # %% ../nbs/23_directions.ipynb #99208ba0
 class TokenGates:
     "The states of all tokens of one forward pass, layer by layer as they are reached."
@@ -122,10 +168,13 @@ class TokenGates:
         core: GatedDirections,
         attended: Tensor | None = None, # (b, n) bool: padding costs nothing; None: no padding
         counts: bool = False, # keep the share of each state, for a report
+        keys: Tensor | None = None, # (b, n) that each token sees; None: where nothing depends on them
+        headed: Tensor | None = None, # (b, n) bool: asked for logits; None: all
+        buckets: list | None = None, # one a stage, with `spend(wishes, utilities, n_keys, headed, attended)`; None: no bound
     ):
-        self.core, self.attended, self.counts = core, attended, counts
+        self.core, self.attended, self.counts, self.keys, self.headed, self.buckets = core, attended, counts, keys, headed, buckets
         self.with_grad = torch.is_grad_enabled()
-        self.states, self.open, self.spent, self.shares, self._tokens = {}, {}, {}, {}, None
+        self.states, self.open, self.spent, self.shares, self._tokens, self._bounded = {}, {}, {}, {}, None, {}
     def enter(self,
         layer: int, # number of a block
         h: Tensor, # (b, n, d) its input
@@ -134,19 +183,28 @@ class TokenGates:
         core = self.core
         with torch.autocast(h.device.type, enabled=False):
             tokens = self._read(layer, h)
-            if layer not in core.places.layers: return
-            row = core.places.layers.index(layer)
-            p = core.controller.of_layer(tokens, row)
-            if p.shape[-1] == core.rank: p = p.tile(core.places.n_slots)
-            logits = core.gate.of_layer(p, row)
-            self.states[layer] = states = draw(logits, core.temperature) if core.training else harden(logits)
-            self.open[layer] = self._open(states)
-            if row not in self.spent and (core.training or self.counts): self._count(row, logits.softmax(-1) if core.training else self.states[layer])
+            if layer not in core.layers: return
+            row = core.layers.index(layer)
+            if core.training or self.buckets is None:
+                logits = core.logits(tokens, row)
+                states = draw(logits, core.temperature) if core.training else harden(logits)
+            else: states = self._within(tokens, row)
+            self.states[layer], self.open[layer] = states, self._open(states)
+            if row not in self.spent and (core.training or self.counts): self._count(row, logits.softmax(-1) if core.training else states)
+    def _within(self, tokens, row):
+        "The states of a row, lowered until its stage fits into its bucket."
+        if row not in self._bounded:
+            stage, rows = next((i, rows) for i, rows in enumerate(self.core.stages()) if row in rows)
+            logits = torch.cat([self.core.logits(tokens, r) for r in rows], -2) # (b, n, gates, 3)
+            states = self.buckets[stage].spend(logits.argmax(-1), logits - logits[..., :1], self.keys, logits.new_ones(logits.shape[:2], dtype=torch.bool) if self.headed is None else self.headed, self.attended)
+            parts = nn.functional.one_hot(states, 3).to(logits.dtype).split(logits.shape[-2] // len(rows), -2)
+            self._bounded |= dict(zip(rows, parts))
+        return self._bounded[row]
     def _read(self, layer, h):
         "The controller's view of the tokens at a layer; None where it reads nothing."
         seen = lambda: self.core.controller.tokens(rms_normed(h) if self.core.normalise else h.float())
-        if self.core.reads == "own_layer": return seen() if layer in self.core.places.layers else None
-        if layer == 0: return seen() if 0 in self.core.places.layers else None
+        if self.core.reads == "own_layer": return seen() if layer in self.core.layers else None
+        if layer == 0: return seen() if 0 in self.core.layers else None
         if layer == 1:
             tokens = seen()
             self._tokens = tokens if self._tokens is None else self._tokens
@@ -161,20 +219,28 @@ class TokenGates:
 # %% ../nbs/23_directions.ipynb #0ec36562
 def _count(self, row, weights):
     "Note a layer's energy from its states, or from their probabilities."
-    by_site = lambda per_unit: per_unit.unflatten(-1, (self.core.places.n_slots, self.core.rank)).mean(-1) # (b, n, slots)
-    widths = self.core.weight[row].to(weights.dtype)
-    self.spent[row] = by_site(expected_cost(weights, self.core.costs)) @ widths
-    if self.counts: self.shares[row] = torch.stack([by_site(weights[..., k]) @ widths for k in range(3)], -1) / widths.sum()
+    self.spent[row] = self.core.spend(row, weights, self.keys)
+    if self.counts: self.shares[row] = self.core.shares(row, weights)
 
-def _scope_share(self) -> Tensor: # (b, n), between 0 and 1
-    "Each token's energy over that of all directions in fp; `RuntimeError` where a layer was not reached."
-    missing = set(range(len(self.core.places.layers))) - set(self.spent)
-    if missing: raise RuntimeError(f"no energy was counted in the layers {[self.core.places.layers[r] for r in sorted(missing)]}: the forward pass did not reach them")
-    return sum(self.spent[r] for r in sorted(self.spent))
+def _totals(self,
+    headed: Tensor | None = None, # (b, n) bool: asked for logits; None: as the pass was told
+) -> tuple[Tensor, Tensor]: # (b, n) each
+    "What each token takes, and what it would take with everything in fp; `RuntimeError` where a layer was not reached."
+    missing = set(range(len(self.core.layers))) - set(self.spent)
+    if missing: raise RuntimeError(f"no energy was counted in the layers {[self.core.layers[r] for r in sorted(missing)]}: the forward pass did not reach them")
+    spent = sum(self.spent[r] for r in sorted(self.spent))
+    fixed, full = self.core.whole(self.keys, self.headed if headed is None else headed)
+    return spent + fixed, full + torch.zeros_like(spent)
 
-def _energy(self) -> Tensor: # scalar, with its gradient
-    "Mean scope share of the tokens that are not padding."
-    share = self.scope_share()
-    return share.mean() if self.attended is None else (share * self.attended).sum() / self.attended.sum().clamp(min=1)
+def _scope_share(self) -> Tensor: # (b, n)
+    "Each token's energy over what it would take with everything in fp."
+    spent, full = self.totals()
+    return spent / full
 
-TokenGates._count, TokenGates.scope_share, TokenGates.energy = _count, _scope_share, _energy
+def _energy(self, headed: Tensor | None = None) -> Tensor: # scalar, with its gradient
+    "Scope share of all tokens that are not padding, together."
+    spent, full = self.totals(headed)
+    counted = 1 if self.attended is None else self.attended
+    return (spent * counted).sum() / (full * counted).sum().clamp(min=1e-12)
+
+TokenGates._count, TokenGates.totals, TokenGates.scope_share, TokenGates.energy = _count, _totals, _scope_share, _energy
