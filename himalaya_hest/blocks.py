@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .directions import GatedDirections, Places, fake_int8
-from .gate_costs import PROJECTIONS, GateCosts, block_cost, block_costs
+from .gate_costs import CPU_COST_INT8, PROJECTIONS, GateCosts, block_cost, block_costs
 from .int8 import Int8Matrix, quantised
 
 # %% ../nbs/23b_blocks.ipynb #56dd527d
@@ -87,7 +87,7 @@ class GatedBlocks(GatedDirections):
         head: int, # multiply-adds of the head
         ungated: dict[int, int], # blocks of a fixed state, such as {0: 2}
         reads: str = "first_block",
-        cost_int8: float = .36, # of a multiply-add in int8, beside one in fp
+        cost_int8: float = CPU_COST_INT8, # of a multiply-add in int8, beside one in fp
         temperature: float = 2 / 3,
         normalise: bool = True,
     ):
@@ -227,9 +227,10 @@ def train_block(
     h: Tensor, # (b, n, d)
     gates: Tensor, # (b, n, 3) one-hot
     position_embeddings: tuple[Tensor, Tensor],
-    attended: Tensor | None = None, # (b, n) bool
+    attended: Tensor | None = None, # (b, N) bool of all keys; None: no padding
+    cache=None, # of transformers
 ) -> Tensor: # (b, n, d)
-    "The same with a graph, and without a cache."
+    "The same with a graph."
     attn, (b, n, d) = layer.self_attn, h.shape
     cos, sin = (t.expand(b, -1, -1) for t in position_embeddings)
     heads = lambda t: t.view(b, n, -1, attn.head_dim).transpose(1, 2)
@@ -238,10 +239,12 @@ def train_block(
         if core is None or not any((index, p) in core.site for p in names): return out
         x = x if state == 2 else fake_int8(x.float())
         return [core.in_block(index, p, state, x, y) for p, y in zip(names, out)]
-    x, at = layer.input_layernorm(h), torch.arange(n, device=h.device).expand(b, n)
+    x = layer.input_layernorm(h)
     written = torch.stack((gates[..., :2].sum(-1), gates[..., 2]), -1) # off and int8 write in int8
     k, v = (heads(chosen(written, list(both))) for both in zip(*(path(s, ("k_proj", "v_proj"), x) for s in (1, 2))))
     k = rotated(k, cos, sin)
+    if cache is not None: k, v = cache.update(k, v, attn.layer_idx)
+    at, attended = (k.shape[2] - n + torch.arange(n, device=h.device)).expand(b, n), None if attended is None else attended[:, -k.shape[2]:]
     def through(state):
         q = rotated(heads(path(state, ("q_proj",), x)[0]), cos, sin)
         y = attend(q, k, v, at, attended, attn.scaling, window_of(attn), attn.attention_dropout if layer.training else 0.).transpose(1, 2).reshape(b, n, -1)

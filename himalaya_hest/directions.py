@@ -68,7 +68,7 @@ class GatedDirections(nn.Module):
         starts: list, # (U (R, d_out), V (R, d_in)) of each site
         controller: nn.Module, # tokens(h), of_layer(tokens, row) → (..., 1), (..., R) or (..., slots · R)
         gate: nn.Module, # of_layer(p, row) → (..., slots · R, 3) logits
-        reads: str = "first_block", # or own_layer
+        reads: str = "first_block", # or own_layer, or position: how many keys a token sees
         costs: tuple = DATASHEET_COST, # of off, int8, fp
         temperature: float = 2 / 3, # of the Gumbel noise
         normalise: bool = True, # does the controller get hidden states of root mean square 1?
@@ -170,9 +170,10 @@ class TokenGates:
         counts: bool = False, # keep the share of each state, for a report
         keys: Tensor | None = None, # (b, n) that each token sees; None: where nothing depends on them
         headed: Tensor | None = None, # (b, n) bool: asked for logits; None: all
+        visible: Tensor | None = None, # (b, N) bool of all keys, those of a cache before the n; None: no padding among them
         buckets: list | None = None, # one a stage, with `spend(wishes, utilities, n_keys, headed, attended)`; None: no bound
     ):
-        self.core, self.attended, self.counts, self.keys, self.headed, self.buckets = core, attended, counts, keys, headed, buckets
+        self.core, self.attended, self.counts, self.keys, self.headed, self.visible, self.buckets = core, attended, counts, keys, headed, visible, buckets
         self.with_grad = torch.is_grad_enabled()
         self.states, self.open, self.spent, self.shares, self._tokens, self._bounded = {}, {}, {}, {}, None, {}
     def enter(self,
@@ -203,6 +204,7 @@ class TokenGates:
     def _read(self, layer, h):
         "The controller's view of the tokens at a layer; None where it reads nothing."
         seen = lambda: self.core.controller.tokens(rms_normed(h) if self.core.normalise else h.float())
+        if self.core.reads == "position": return self.keys[..., None].float()
         if self.core.reads == "own_layer": return seen() if layer in self.core.layers else None
         if layer == 0: return seen() if 0 in self.core.layers else None
         if layer == 1:
@@ -228,7 +230,7 @@ def _totals(self,
     "What each token takes, and what it would take with everything in fp; `RuntimeError` where a layer was not reached."
     missing = set(range(len(self.core.layers))) - set(self.spent)
     if missing: raise RuntimeError(f"no energy was counted in the layers {[self.core.layers[r] for r in sorted(missing)]}: the forward pass did not reach them")
-    spent = sum(self.spent[r] for r in sorted(self.spent))
+    spent = sum(self.spent[r] for r in sorted(self.spent)) if self.spent else torch.zeros_like(self.keys, dtype=torch.float32)
     fixed, full = self.core.whole(self.keys, self.headed if headed is None else headed)
     return spent + fixed, full + torch.zeros_like(spent)
 
