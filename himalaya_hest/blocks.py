@@ -241,7 +241,9 @@ def train_block(
         return [core.in_block(index, p, state, x, y) for p, y in zip(names, out)]
     x = layer.input_layernorm(h)
     written = torch.stack((gates[..., :2].sum(-1), gates[..., 2]), -1) # off and int8 write in int8
-    k, v = (heads(chosen(written, list(both))) for both in zip(*(path(s, ("k_proj", "v_proj"), x) for s in (1, 2))))
+    needed = {s for s in range(3) if core is None or core.gate.allowed_states[s]} if gates.requires_grad else set(gates.argmax(-1).unique().tolist()) # a state that is never taken has no gradient
+    kv, both = ("k_proj", "v_proj"), [path(s, ("k_proj", "v_proj"), x) if needed & of else None for s, of in ((1, {0, 1}), (2, {2}))]
+    k, v = (heads(chosen(written, [pair[i] for pair in both]) if None not in both else next(pair[i] for pair in both if pair)) for i in range(len(kv)))
     k = rotated(k, cos, sin)
     if cache is not None: k, v = cache.update(k, v, attn.layer_idx)
     at, attended = (k.shape[2] - n + torch.arange(n, device=h.device)).expand(b, n), None if attended is None else attended[:, -k.shape[2]:]
@@ -251,4 +253,4 @@ def train_block(
         r = h + path(state, ("o_proj",), y)[0]
         gate, up = path(state, ("gate_proj", "up_proj"), layer.post_attention_layernorm(r))
         return r + path(state, ("down_proj",), layer.mlp.act_fn(gate) * up)[0]
-    return chosen(gates, [h, through(1), through(2)])
+    return chosen(gates, [h, *(through(s) if s in needed else h for s in (1, 2))])

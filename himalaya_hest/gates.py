@@ -73,16 +73,19 @@ class AffineGate(nn.Module):
 
 # %% ../nbs/20_gates.ipynb #383d5c5d
 class ProbabilityGate(nn.Module):
-    "ℓ = (0, −∞, log p/(1 − p)): fp with probability p, else off."
-    def __init__(self, state: str = "fp"): # the state that is not off
+    "ℓ = (0, −∞, log p/(1 − p) + b): fp with probability p where b = 0, else off."
+    def __init__(self,
+        state: str = "fp", # the state that is not off
+        shift: float = 0., # b
+    ):
         super().__init__()
-        self.at = STATES.index(state)
+        self.at, self.shift = STATES.index(state), shift
         self.allowed_states = tuple(n in ("off", state) for n in STATES)
     def of_layer(self,
         p: Tensor, # (..., units), between 0 and 1
         layer: int, # all are alike
     ) -> Tensor: # (..., units, 3) logits
-        open_ = torch.logit(p, eps=1e-6)
+        open_ = torch.logit(p, eps=1e-6) + self.shift
         shut = torch.full_like(open_, float("-inf"))
         return torch.stack((torch.zeros_like(open_), *((open_, shut) if self.at == 1 else (shut, open_))), -1)
 

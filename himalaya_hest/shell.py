@@ -126,7 +126,7 @@ def add_core(tuner: ShellModel, config: ShellConfig, model: nn.Module) -> None:
     hidden = tuner.get_model_config(model).get("hidden_size", None if table is None else table.weight.shape[1])
     sites = find_places(model, lambda key: tuner._check_target_module_exists(config, key), hidden)
     if not sites: return # PEFT says which modules it looked for
-    core = tuner.make_core(config, sites)
+    core = tuner.make_core(config, sites).train(model.training)
     tuner.cores[name] = core if next(core.parameters()).is_meta else core.to(next(model.parameters()).device)
 
 def _install(tuner, model):
