@@ -97,7 +97,7 @@ class GatedBlocks(GatedDirections):
         ranks = [{p: self.rank for p in PROJECTIONS if (l, p.split(".")[1]) in self.site} for l in range(len(blocks))]
         reading = 0 if not self._layers else len(self._layers) if reads == "own_layer" else 1
         self.table = block_costs([block_cost(b, r) for b, r in zip(blocks, ranks)], head, cost_int8, controller.multiply_adds(reading), ungated)
-        for name, t in (("constant", self.table.constant), ("per_key", self.table.per_key)): self.register_buffer(name, torch.tensor(t / self.table.full[0], dtype=torch.float32), persistent=False)
+        for name, t in (("constant", self.table.constant), ("per_key", self.table.per_key)): self.register_buffer(name, torch.tensor(t / self.table.full[0], dtype=torch.float32, device="cpu"), persistent=False)
     @property
     def layers(self) -> tuple: return self._layers
     def logits(self, tokens, row): return self.gate.of_layer(self.controller.of_layer(tokens, row), row)

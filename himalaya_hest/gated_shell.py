@@ -5,9 +5,11 @@
 # %% auto #0
 __all__ = ['KWARG', 'LLAMA_LIKE', 'GATED', 'LastPass', 'GatedLayer', 'GatedConfig', 'check_scope', 'GateShape', 'GatedModel',
            'blocks_of', 'check_floor', 'BlockForward', 'before_forward', 'tokens_of', 'check_call', 'after_forward',
-           'enter_block', 'receive', 'BudgetHooks', 'record_states']
+           'enter_block', 'receive', 'BudgetHooks', 'Asked', 'cache_of', 'give_buckets', 'energy_asked',
+           'record_states']
 
 # %% ../nbs/24_gated_shell.ipynb #c71370fd
+import contextlib
 import contextvars
 import inspect
 from dataclasses import dataclass
@@ -21,9 +23,11 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 
 from .blocks import BlockMatrices, GatedBlocks, run_block, train_block
+from .bucket_cache import BudgetedCache, budgeted
 from .budget import Budget
 from .directions import GatedDirections, TokenGates, layer_of, places_of
 from .energy import DATASHEET_COST, forward_cost
+from .energy_budget import CallBuckets, EnergyReport, Joules, as_ratio
 from .gate_costs import CPU_COST_INT8, GateCosts, block_cost, block_costs, direction_costs
 from .hooks import StreamHooks
 from .shell import Place, ShellConfig, ShellLayer, ShellModel
@@ -31,6 +35,7 @@ from .spectral import top_directions
 
 # %% ../nbs/24_gated_shell.ipynb #5fa5b85e
 _GATES = contextvars.ContextVar("gated_states", default=None) # adapter name → TokenGates, of the present call
+_ASKED = contextvars.ContextVar("energy_asked", default=None) # what the present call asked for
 KWARG = "gated_states" # keyword under which they pass through a checkpointed layer
 
 class LastPass:
@@ -208,12 +213,15 @@ def before_forward(tuner, model, args, kwargs):
     if not names:
         _GATES.set(None)
         return None
-    named = kwargs if len(args) < 2 else dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
-    passed = tokens_of(tuner, names, named if args == () or len(args) > 1 else {"input_ids": args[0]} | named)
+    named = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+    bounds = {} if model.training else {n: bound for n in names if (bound := tuner.bound(n)) is not None}
+    if bounds: named["past_key_values"] = cache_of(model, named)
+    passed = tokens_of(tuner, names, named)
+    if bounds: give_buckets(tuner, passed, named["past_key_values"], bounds)
     _GATES.set(passed)
     tuner._last.gates = passed if model.training and torch.is_grad_enabled() else {}
     if model.training and any(m.gradient_checkpointing for m in tuner._checkpointed): return args, {**kwargs, KWARG: passed}
-    return None
+    return ((), named) if bounds else None
 
 def tokens_of(
     tuner: GatedModel,
@@ -223,7 +231,8 @@ def tokens_of(
     "Fresh states, with what the call says about its tokens; `ValueError` for what scope `blocks` cannot run."
     mask, cache = named.get("attention_mask"), named.get("past_key_values")
     given = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
-    if given is None: return {n: TokenGates(tuner.cores[n], counts=tuner._recorder is not None) for n in names}
+    counts = tuner._recorder is not None or _ASKED.get() is not None
+    if given is None: return {n: TokenGates(tuner.cores[n], counts=counts) for n in names}
     b, n, past = *given.shape[:2], 0 if cache is None else cache.get_seq_length()
     if any(isinstance(tuner.cores[name], GatedBlocks) for name in names): check_call(names, mask, named.get("position_ids"), past)
     visible = mask.bool() if torch.is_tensor(mask) and mask.dim() == 2 else None
@@ -232,7 +241,7 @@ def tokens_of(
     headed = None if torch.is_tensor(keep) or keep == 0 else (torch.arange(n, device=given.device) >= n - keep).expand(b, n)
     attended = None if visible is None else visible[:, -n:]
     padded = visible is not None and not bool(visible.all())
-    return {name: TokenGates(tuner.cores[name], attended, tuner._recorder is not None, seen, headed, visible if padded else None) for name in names}
+    return {name: TokenGates(tuner.cores[name], attended, counts, seen, headed, visible if padded else None) for name in names}
 
 def check_call(names, mask, position_ids, past) -> None:
     "`ValueError` for calls that scope `blocks` cannot run."
@@ -244,7 +253,9 @@ def after_forward(tuner, model, args, kwargs, output):
     "Forward hook of the backbone: tell who records, and leave nothing in the context."
     passed = _GATES.get()
     _GATES.set(None)
-    if passed is not None and tuner._recorder is not None and output is not None: tuner._recorder(passed)
+    if passed is None or output is None: return
+    if tuner._recorder is not None: tuner._recorder(passed)
+    if (asked := _ASKED.get()) is not None: asked.add(tuner, passed)
 
 def enter_block(tuner, index, block, args, kwargs):
     "Forward pre-hook of a block: decide its states from its input."
@@ -333,6 +344,92 @@ def _gate_costs(self, adapter_name: str | None = None) -> dict[str, float]: # mu
 
 GatedModel.energy, GatedModel.forget_pass, GatedModel.stream_hooks, GatedModel.optimizer_groups = _mean_energy, _forget_pass, _stream_hooks, _optimizer_groups
 GatedModel.controller_parameters, GatedModel.gate_costs = _controller_parameters, _gate_costs
+
+# %% ../nbs/24_gated_shell.ipynb #c723bbf3
+@dataclass
+class Asked:
+    "What one call of `generate` asked for, and what it used."
+    energy_budget: float | Joules
+    n_prompts: int
+    n_new: int | None # new tokens at most
+    num_beams: int
+    ratio: float | None = None # known after the prompts have been seen
+    reports: dict = None # adapter → EnergyReport
+    def add(self, tuner, passed):
+        self.reports = self.reports or {}
+        for name, gates in passed.items():
+            spent, full = (t * tuner.unit(name) for t in gates.totals())
+            if name not in self.reports:
+                by = dict(joules_per_multiply_add=self.energy_budget.per_multiply_add, joules_source=self.energy_budget.source) if isinstance(self.energy_budget, Joules) else {}
+                self.reports[name] = EnergyReport(self.ratio, **by)
+            self.reports[name].add(spent, full, gates.attended, self.n_prompts)
+
+def _unit(self, name: str) -> float: # multiply-adds
+    "What a scope share of 1 is, in a token without attention and head."
+    costs = self.gate_costs(name)
+    return costs.get("blocks", costs["directions"])
+
+def _bound(self, name: str) -> tuple[float | Joules, float] | None: # budget and capacity
+    "What bounds an adapter in the present call; None: nothing."
+    config, asked = self.peft_config[name], _ASKED.get()
+    capacity = getattr(config, "capacity", 4.)
+    if asked is not None: return asked.energy_budget if asked.ratio is None else asked.ratio, capacity
+    return (config.e_max, capacity) if getattr(config, "hardening", "argmax") == "bucket" else None
+
+GatedModel.unit, GatedModel.bound = _unit, _bound
+
+# %% ../nbs/24_gated_shell.ipynb #f9712e8a
+def cache_of(
+    model: nn.Module, # the backbone
+    named: dict, # arguments of its forward
+):
+    "A cache that keeps buckets, in place of the default one; None where the call uses none."
+    cache = named.get("past_key_values")
+    if cache is not None: return budgeted(cache)
+    wanted = named.get("use_cache")
+    return BudgetedCache(config=model.config.get_text_config(decoder=True)) if (model.config.use_cache if wanted is None else wanted) else None
+
+def give_buckets(
+    tuner: GatedModel,
+    passed: dict[str, TokenGates],
+    cache, # of `cache_of`
+    bounds: dict, # adapter → budget and capacity
+) -> None:
+    "Let each bounded adapter's states fit into its buckets, those of the cache if it has begun."
+    asked, tables = _ASKED.get(), {n: [passed[n].core.gate_table(rows) for rows in passed[n].core.stages()] for n in bounds}
+    keys = next(iter(passed.values())).keys
+    if asked is not None and asked.ratio is None: asked.ratio = as_ratio(asked.energy_budget, tables[next(iter(tables))][-1], int(keys.max()), asked.n_new, asked.num_beams)
+    bounds = {n: (asked.ratio if asked is not None else e_max, capacity) for n, (e_max, capacity) in bounds.items()}
+    buckets = None if cache is None else cache.buckets
+    if buckets is None: buckets = CallBuckets(len(keys), tables, bounds)
+    elif buckets.bounds != bounds: raise ValueError(f"the cache was begun under the energy budgets {buckets.bounds}, this call has {bounds}; go on with the same, or begin with a new cache")
+    if cache is not None: cache.buckets = buckets
+    for name in bounds: passed[name].buckets = buckets.of[name]
+
+# %% ../nbs/24_gated_shell.ipynb #716224d9
+@contextlib.contextmanager
+def energy_asked(tuner, *args, **kwargs):
+    "Keep the energy budget of a call of `generate` until it returns."
+    budget = kwargs.get("energy_budget")
+    if budget is None: asked = None
+    else:
+        config, ids = kwargs.get("generation_config") or getattr(tuner.model, "generation_config", None), kwargs.get("input_ids", kwargs.get("inputs", args[0] if args and torch.is_tensor(args[0]) else None))
+        if ids is None: ids = kwargs["inputs_embeds"]
+        of = lambda name, default=None: kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None) or default
+        n_new = of("max_new_tokens") or (of("max_length") and of("max_length") - ids.shape[1])
+        asked = Asked(budget, len(ids), n_new, of("num_beams", 1) * of("num_return_sequences", 1) if of("num_beams", 1) == 1 else of("num_beams"))
+    token = _ASKED.set(asked)
+    try: yield asked
+    finally: _ASKED.reset(token)
+
+def _generate(self, *args, **kwargs):
+    "The backbone's `generate`; where the call has an energy budget, `energy` of what it gives says what was used."
+    out, asked = self.model.generate(*args, **kwargs), _ASKED.get()
+    if asked is not None and asked.reports: out.energy = asked.reports[self.active_adapters[0]]
+    return out
+
+GatedModel.forward_args, GatedModel.generate = ("energy_budget",), _generate
+GatedModel._enable_peft_forward_hooks = energy_asked
 
 # %% ../nbs/24_gated_shell.ipynb #9f55d779
 class record_states:
