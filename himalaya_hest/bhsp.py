@@ -9,13 +9,15 @@ __all__ = ['budgeted', 'MaskController', 'BhspConfig', 'BhspModel']
 from dataclasses import dataclass
 from typing import Optional, Union
 
+import numpy as np
 import torch
 from peft import TaskType # with Optional and Union: named by PeftConfig's annotations, which documentation tools resolve here
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from .budget import Budget
-from .gated_shell import GatedConfig, GatedModel, check_scope
+from .gate_costs import GateCosts
+from .gated_shell import GatedConfig, GatedModel, GateShape, check_scope
 from .gates import ProbabilityGate
 from .hest import tabs_e_max
 from .peft_bridge import add_peft_type, register_peft_method
@@ -25,28 +27,29 @@ add_peft_type("BHSP")
 # %% ../nbs/39_bhsp.ipynb #bba9ec9c
 def budgeted(
     p: Tensor, # (layers, R) between 0 and 1
-    weight: Tensor, # (layers,) share of the scope's energy that a layer's directions take together
+    costs: GateCosts, # of all gates: layers, then slots, then R
     e_max: float, # scope share
+    n_keys: int, # most that a token sees
 ) -> Tensor: # (layers, R) bool
-    "The likeliest directions whose cost fits the budget, taken in falling order of p."
-    cost, left, keep = weight / p.shape[1], e_max * (1 + 1e-6), torch.zeros_like(p, dtype=torch.bool)
-    for at in p.flatten().argsort(descending=True, stable=True).tolist():
-        row = at // p.shape[1]
-        if p.flatten()[at] > 0 and cost[row] <= left: keep.view(-1)[at] = True; left -= float(cost[row])
-    return keep
+    "The likeliest units that fit the budget, taken in falling order of p."
+    layers, rank = p.shape
+    states = np.zeros((layers, len(costs.constant) // (layers * rank), rank), dtype=int)
+    for row, r in zip(*(i.tolist() for i in torch.unravel_index(p.flatten().argsort(descending=True, stable=True).cpu(), p.shape))):
+        if p[row, r] == 0: continue
+        states[row, :, r] = 2
+        if costs.worst(states.ravel(), n_keys) > e_max * (1 + 1e-6): states[row, :, r] = 0
+    return torch.from_numpy(states[:, 0] == 2).to(p.device)
 
 class MaskController(nn.Module):
     "p_{ℓ,r} = σ(m_{ℓ,r}) for every token; in evaluation 0 or 1."
     def __init__(self,
-        weight: Tensor, # (layers,) see `budgeted`
-        rank: int, # R
+        shape: GateShape,
         e_max: float,
         start: float = .9, # first p
     ):
         super().__init__()
-        self.mask = nn.Parameter(torch.full((len(weight), rank), float(torch.logit(torch.tensor(start, device="cpu")))))
-        self.e_max, self._kept = e_max, None
-        self.register_buffer("weight", weight, persistent=False)
+        self.mask = nn.Parameter(torch.full((shape.n_rows, shape.n_numbers), float(torch.logit(torch.tensor(start, device="cpu")))))
+        self.shape, self.e_max, self._kept = shape, e_max, None
     def train(self, mode: bool = True):
         self._kept = None # a write into `.data` does not show
         return super().train(mode)
@@ -57,7 +60,7 @@ class MaskController(nn.Module):
     def kept(self) -> Tensor: # (layers, R) bool
         "The hardened mask, chosen again when the parameters have changed."
         now = self.mask.data_ptr(), self.mask._version
-        if self._kept is None or self._kept[0] != now: self._kept = now, budgeted(torch.sigmoid(self.mask.detach()), self.weight, self.e_max)
+        if self._kept is None or self._kept[0] != now: self._kept = now, budgeted(torch.sigmoid(self.mask.detach()), self.shape.costs, self.e_max, self.shape.n_positions)
         return self._kept[1]
     def multiply_adds(self, n_inputs: int = 1) -> int: return 0
 
@@ -80,9 +83,8 @@ class BhspConfig(GatedConfig):
 class BhspModel(GatedModel):
     "BHSP attached to a causal language model."
     prefix = "bhsp_"
-    def parts(self, config, places, width):
-        weight = places.cost().sum(1)
-        return MaskController(weight / weight.sum(), config.r, config.e_max), ProbabilityGate()
+    def parts(self, config, shape, width): return MaskController(shape, config.e_max), ProbabilityGate()
+    def reads(self, config): return "position" if config.scope == "blocks" else "own_layer" # it looks at nothing
     def budget(self, config): return Budget(config.e_max, config.dual_rate, config.initial_price, config.anneal_share)
 
 register_peft_method("bhsp", BhspConfig, BhspModel)

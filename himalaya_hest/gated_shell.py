@@ -90,7 +90,8 @@ class GateShape:
     n_rows: int
     n_units: int # of a row, each with thresholds of its own
     n_numbers: int # of a row, where a controller gives each unit its own; sites of a block share them
-    repeats: int # units that such a number decides about
+    repeats: int # units that such a number decides about, one a slot
+    n_positions: int # most tokens of a row
     costs: GateCosts # of all rows and units, without a controller
 
 # %% ../nbs/24_gated_shell.ipynb #b22c4b5f
@@ -115,7 +116,7 @@ class GatedModel(ShellModel):
         return core
     def _make_directions(self, config, places, starts, width):
         costs = 0., config.cost_int8, 1.
-        shape = GateShape(len(places.layers), places.n_slots * config.r, config.r, places.n_slots, direction_costs(places.cost().repeat_interleave(config.r, 1).flatten().numpy(), costs))
+        shape = GateShape(len(places.layers), places.n_slots * config.r, config.r, places.n_slots, self._positions(), direction_costs(places.cost().repeat_interleave(config.r, 1).flatten().numpy(), costs))
         return GatedDirections(places, starts, *self.parts(config, shape, width), self.reads(config), costs, config.temperature, getattr(config, "normalise", True))
     def _make_blocks(self, config, places, starts, width):
         blocks = list(blocks_of(self.model, places.names[0]))
@@ -123,7 +124,8 @@ class GatedModel(ShellModel):
         n = len(blocks) - len(ungated)
         self._run_blocks(blocks, places.names[0])
         costs = block_costs([block_cost(b) for b in blocks], head, config.cost_int8, 0., ungated)
-        return GatedBlocks(places, starts, *self.parts(config, GateShape(n, 1, 1, 1, costs), width), blocks, head, ungated, self.reads(config), config.cost_int8, config.temperature, getattr(config, "normalise", True))
+        return GatedBlocks(places, starts, *self.parts(config, GateShape(n, 1, 1, 1, self._positions(), costs), width), blocks, head, ungated, self.reads(config), config.cost_int8, config.temperature, getattr(config, "normalise", True))
+    def _positions(self): return int(self.get_model_config(self.model).get("max_position_embeddings") or 4096)
     def install(self, model):
         super().install(model)
         handles = [model.register_forward_pre_hook(partial(before_forward, self), with_kwargs=True), model.register_forward_hook(partial(after_forward, self), with_kwargs=True, always_call=True)]

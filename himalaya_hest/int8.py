@@ -24,13 +24,12 @@ from torch import Tensor, nn
 # %% ../nbs/23a_int8.ipynb #eb47ddb2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-@torch.no_grad()
 def quantised(
     x: Tensor, # (..., d) float32, bfloat16 or float16
 ) -> tuple[Tensor, Tensor]: # int8 (..., d) in −127..127, float32 scales (..., 1)
     "Each row as integers and one scale."
     if x.dtype not in DTYPES: raise TypeError(f"rounding to eight bits takes float32, bfloat16 or float16, got {x.dtype}: convert it")
-    x = x.float()
+    x = x.detach().float()
     buffer = x.abs()
     scale = buffer.amax(-1, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
     return torch.div(x, scale, out=buffer).round_().to(torch.int8), scale
@@ -307,12 +306,12 @@ def _product(self,
     w, bias = self.weight(), self.module.bias
     d_out, d_in = w.codes.shape
     if xq.shape[-1] != d_in: raise ValueError(f"a layer of {d_in} inputs got activations of shape {tuple(xq.shape)}")
-    a = xq.reshape(-1, d_in).contiguous()
-    if not len(a): return torch.empty(*xq.shape[:-1], d_out, dtype=dtype, device=xq.device)
-    with torch.no_grad():
-        y = PRODUCTS[fastest(a.device, d_in, d_out, len(a))](a, w).mul_(scale.reshape(-1, 1))
-        if bias is not None: y.add_(bias)
-        return y.to(dtype).view(*xq.shape[:-1], d_out)
+    a, per_row = (xq, scale) if xq.dim() == 2 else (xq.reshape(-1, d_in), scale.reshape(-1, 1))
+    y = PRODUCTS[fastest(a.device, d_in, d_out, len(a))](a.contiguous(), w) if len(a) else w.scale.new_empty(0, d_out)
+    y.mul_(per_row)
+    if bias is not None: y.add_(bias.detach())
+    y = y.to(dtype)
+    return y if xq.dim() == 2 else y.view(*xq.shape[:-1], d_out)
 
 def _answer(self,
     x: Tensor, # (..., d_in) float32, bfloat16 or float16
