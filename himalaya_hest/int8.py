@@ -122,6 +122,7 @@ def by_rule(
     names = usable(device, d_in, d_out)
     return "onednn" if "onednn" in names and rows > 1 and d_in * d_out >= 2 ** 19 else names[0]
 
+# %% ../nbs/23a_int8.ipynb #3f4b4a50
 def product_times(
     device: torch.device,
     d_in: int,
@@ -145,7 +146,7 @@ def product_times(
         calls += 1
     return best
 
-# %% ../nbs/23a_int8.ipynb #d2500be6
+# %% ../nbs/23a_int8.ipynb #538bcbdd
 def machine_name(
     device: torch.device,
 ) -> str:
@@ -157,6 +158,7 @@ def machine_name(
         name = f"{(found or [platform.processor() or platform.machine()])[0]} {torch.backends.cpu.get_cpu_capability()}"
     return f"{name} | torch {torch.__version__} | {torch.get_num_threads()} threads"
 
+# %% ../nbs/23a_int8.ipynb #cce50774
 class Calibration:
     "Times of products on this machine: from a file, or measured when they are first asked for."
     def __init__(self,
