@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 # %% ../nbs/23a_int8.ipynb #eb47ddb2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 def quantised(
     x: Tensor, # (..., d) float32, bfloat16 or float16
@@ -31,8 +32,8 @@ def quantised(
     if x.dtype not in DTYPES: raise TypeError(f"rounding to eight bits takes float32, bfloat16 or float16, got {x.dtype}: convert it")
     x = x.detach().float()
     buffer = x.abs()
-    scale = buffer.amax(-1, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-    return torch.div(x, scale, out=buffer).round_().to(torch.int8), scale
+    scale = buffer.amax(-1, keepdim=True).div_(127).clamp_min_(_SMALLEST)
+    return torch.div(x, scale, out=buffer).round_().char(), scale
 
 # %% ../nbs/23a_int8.ipynb #c8efc8eb
 class RoundedWeight:

@@ -214,7 +214,7 @@ def use_faults(
     model, wrong = train_a_little(get_peft_model(backbone(), config()), batch, 6), []
     def expect(what, ok): wrong.extend([] if ok else [what])
     ids, ones = batch["input_ids"], torch.ones_like(batch["input_ids"])
-    def answers(ids, mask, **kw): return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, do_sample=False, **kw)[:, ids.shape[1]:]
+    def answers(ids, mask, **kw): return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False, **kw)[:, ids.shape[1]:]
     greedy = answers(ids, ones)
     expect("generates the same without a cache", torch.equal(answers(ids, ones, use_cache=False), greedy))
     left = [nn.functional.pad(t, (3, 0)) for t in (ids, ones)]
@@ -228,7 +228,7 @@ def use_faults(
         if kw: model.get_base_model().gradient_checkpointing_enable(**kw)
         model.train(); model.zero_grad(); torch.manual_seed(0); model(**batch, use_cache=False).loss.backward(); model.eval()
         model.get_base_model().gradient_checkpointing_disable()
-        return [p.grad.clone() for p in model.parameters() if p.requires_grad]
+        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters() if p.requires_grad]
     plain, again = gradients(), gradients(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     expect("gradients under activation checkpointing", all(torch.allclose(a, b, atol=1e-5, rtol=1e-4) for a, b in zip(plain, again)))
     expect("every parameter has a gradient", all(g.abs().max() > 0 for g in plain))
