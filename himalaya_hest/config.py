@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LATER', 'CHOICES', 'SCALES', 'STUDIES', 'REVISIONS', 'SHORT_STREAM', 'LONG_POINTS', 'SCHEDULES', 'BOUND_TO_TASKS',
-           'SILENT', 'MIRROR', 'PROJECT', 'BUDGETED', 'ENERGY_TRAINING', 'TrainingParameters', 'EvaluationParameters',
-           'EnergyParameters', 'EWCParameters', 'SearchParameters', 'evaluation_schedule', 'Scaled', 'RunConfig',
-           'told_parameters', 'parameters_digest', 'default_run_id', 'resolve', 'energy_training',
-           'notebook_parameters', 'save_config', 'load_config']
+           'SILENT', 'MIRROR', 'PROJECT', 'BUDGETED', 'OVER_BLOCKS', 'ENERGY_TRAINING', 'TrainingParameters',
+           'EvaluationParameters', 'EnergyParameters', 'EWCParameters', 'SearchParameters', 'evaluation_schedule',
+           'Scaled', 'RunConfig', 'told_parameters', 'parameters_digest', 'default_run_id', 'resolve', 'scope_of',
+           'energy_training', 'notebook_parameters', 'save_config', 'load_config']
 
 # %% ../nbs/41_config.ipynb #5cf0edee
 import difflib
@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from .code_execution import check_platform
-from .hest import tabs_e_max
+from .hest import PRESETS, tabs_e_max
 from .meters import METERS
 from .presets import PARTS, parts_of
 from .registry import EWC_DEFAULTS, parse_adapter, resolve_adapter_config, searched_defaults, training_defaults
@@ -351,7 +351,7 @@ def default_run_id(config: RunConfig) -> str:
 # %% ../nbs/41_config.ipynb #73d5252f
 def _resolve_training(cfg, given):
     training = asdict(_checked(TrainingParameters, given, "training."))
-    for key, value in (training_defaults(cfg.adapter, cfg.preset, cfg.scale) | energy_training(cfg.adapter, cfg.preset, cfg.scale, cfg.study)).items():
+    for key, value in (training_defaults(cfg.adapter, cfg.preset, cfg.scale) | energy_training(cfg.adapter, cfg.preset, cfg.scale, cfg.study, cfg.adapter_config)).items():
         if training[key] is None: training[key] = value
     training |= {k: v for k, v in _study(cfg, "training").items() if k not in given}
     training |= {k: v for k, v in SCALES[cfg.scale]["training"].items() if training[k] is None}
@@ -438,15 +438,23 @@ def _resolve_tracker(cfg):
         if len(value := getattr(cfg, name)) > 128 or set(value) & set("/\\#?%: "): raise ValueError(f"parameter {name} = {value!r} must be a plain name of at most 128 characters, without spaces and /\\#?%:")
 
 # %% ../nbs/41_config.ipynb #b544ffb2
-BUDGETED = ("hest", "bhsp")
-ENERGY_TRAINING = { # at the mini scale: the best mean of three seeds on mini_cnndm_dev (nbs/records/cnndm_dev)
-    "hest": dict(learning_rate=.03), "hest:published": dict(learning_rate=.03), "tabs": dict(learning_rate=.02), "bhsp": dict(learning_rate=.03), "lora": dict(learning_rate=.02),
+BUDGETED = ("hest", "bhsp", "random-mask", "depth-mask")
+OVER_BLOCKS = ("spectral", "int8", "random-mask", "depth-mask") # they know no other scope
+ENERGY_TRAINING = { # at the mini scale, by scope: the best mean of three seeds on mini_cnndm_dev (nbs/records/cnndm_dev)
+    "directions": {"hest": dict(learning_rate=.03), "hest:published": dict(learning_rate=.03), "tabs": dict(learning_rate=.02), "bhsp": dict(learning_rate=.03), "lora": dict(learning_rate=.02)},
+    "blocks": dict.fromkeys(("hest", "tabs", "bhsp", *OVER_BLOCKS), dict(learning_rate=.02)),
 }
 
-def energy_training(adapter: str, preset: str, scale: str, study: str) -> dict: # training parameter → value
+def scope_of(adapter: str, preset: str, adapter_config: dict | None = None) -> str: # directions or blocks
+    "What an adapter gates; directions for one without gates."
+    method = parse_adapter(adapter)[0]
+    own = PRESETS.get(preset, {}).get("scope") if method == "hest" else "blocks" if method in OVER_BLOCKS else None
+    return (adapter_config or {}).get("scope") or own or "directions"
+
+def energy_training(adapter: str, preset: str, scale: str, study: str, adapter_config: dict | None = None) -> dict: # training parameter → value
     "What was chosen for an adapter in a study of energy; nothing in Study 1 and at the other scales."
     if study == "continual25" or scale != "mini": return {}
-    return ENERGY_TRAINING.get(adapter.lower() if preset == "default" else f"{adapter.lower()}:{preset}", {})
+    return ENERGY_TRAINING[scope_of(adapter, preset, adapter_config)].get(adapter.lower() if preset == "default" else f"{adapter.lower()}:{preset}", {})
 
 def _resolve_budget(cfg, method, later=None):
     "One number for e_max: from itself, from tabs_record, from the adapter's own field, or the package's."
@@ -458,13 +466,14 @@ def _resolve_budget(cfg, method, later=None):
     else: found = own if cfg.e_max is None else cfg.e_max
     for name, value in (("e_max", cfg.e_max), ("adapter_config.e_max", own)):
         if value is not None and value != found: raise ValueError(f"parameter {name} = {value!r}, but the budget was given as {found!r} too; give one of e_max, tabs_record and adapter_config.e_max.")
-    if found is None and cfg.adapter_config.get("scope", "directions") != "directions": return # the adapter's own class says which scopes there are
-    cfg.e_max = tabs_e_max() if found is None else found
+    scope = scope_of(cfg.adapter, cfg.preset, cfg.adapter_config)
+    if found is None and scope not in ("directions", "blocks"): return # the adapter's own class says which scopes there are
+    cfg.e_max = tabs_e_max(scope=scope) if found is None else found
     cfg.adapter_config = cfg.adapter_config | dict(e_max=cfg.e_max)
 
 def _from_record(cfg, later=None):
     "E_max of tabs_record; a plan, which notes in `later` that there is none yet, goes on with the package's."
-    path, scope = Path(cfg.tabs_record).expanduser(), cfg.adapter_config.get("scope", "directions")
+    path, scope = Path(cfg.tabs_record).expanduser(), scope_of(cfg.adapter, cfg.preset, cfg.adapter_config)
     try: record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         _refuse(f"parameter tabs_record = {cfg.tabs_record!r} cannot be read ({e.strerror}); name the record.json of a run of adapter tabs, which goes before this one.", later)

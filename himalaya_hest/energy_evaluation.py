@@ -33,8 +33,9 @@ class SampleCosts:
     adapter: np.ndarray # of directions by their states, or of another adapter
     adapter_fp: np.ndarray # the same with all directions in fp
     controller: np.ndarray
+    of_blocks: bool = False # is the scope the blocks: `adapter` is then what all gates and directions change of the backbone's cost, and below 0 where they save
     @property
-    def scope_share(self) -> np.ndarray: return self.adapter / self.adapter_fp
+    def scope_share(self) -> np.ndarray: return self.energy_share if self.of_blocks else self.adapter / self.adapter_fp
     @property
     def energy_share(self) -> np.ndarray: return (self.backbone + self.adapter + self.controller) / self.backbone
 
@@ -63,7 +64,7 @@ class CostCounter:
         self.costs = SampleCosts(*(np.zeros(n_samples) for _ in range(5)))
         self.gated = hasattr(adapter.tuner, "gate_costs")
         self.bin_width, self.n_bins, self.passed = max(1, -(-n_positions // n_bins)), n_bins, None
-        if self.gated: layers = list(adapter.tuner.core().places.layers); self.use = Utilisation(layers, self.bin_width, np.zeros((len(layers), n_bins)), np.zeros((len(layers), n_bins, 3)), np.zeros(n_bins))
+        if self.gated: self.costs.of_blocks = "blocks" in adapter.tuner.gate_costs(); layers = list(adapter.tuner.core().layers); self.use = Utilisation(layers, self.bin_width, np.zeros((len(layers), n_bins)), np.zeros((len(layers), n_bins, 3)), np.zeros(n_bins))
     def begin(self,
         samples: list[int], # of the rows of the next generation
         num_beams: int = 1,
@@ -94,13 +95,15 @@ def _add(self, keys, counted, headed):
     add = lambda total, per_row: np.add.at(total, self.samples, per_row.double().cpu().numpy())
     tokens, c = counted.sum(1), self.costs
     add(c.tokens, tokens)
-    add(c.backbone, self.cost.linear * tokens.double() - self.cost.head * (tokens - headed.sum(1)).double() + self.cost.attention_per_key * (keys * counted).sum(1))
+    bare = self.cost.linear * tokens.double() - self.cost.head * (tokens - headed.sum(1)).double() + self.cost.attention_per_key * (keys * counted).sum(1)
+    add(c.backbone, bare)
     if not self.gated: add(c.adapter, self.extra * tokens.double()); add(c.adapter_fp, self.extra * tokens.double()); return
     price = self.adapter.tuner.gate_costs()
     gates = next(iter(self.passed.values()))
+    self._use(gates, keys, counted)
+    if c.of_blocks: add(c.adapter, price["blocks"] * (gates.totals()[0].double() * counted).sum(1) - bare); return
     add(c.adapter, price["directions"] * (gates.scope_share() * counted).double().sum(1))
     add(c.adapter_fp, price["directions"] * tokens.double()); add(c.controller, price["controller"] * tokens.double())
-    self._use(gates, keys, counted)
 
 def _use(self, gates, keys, counted):
     "Add to the table of layers and positions."

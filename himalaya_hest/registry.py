@@ -22,7 +22,7 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING
 from torch import nn
 
-import himalaya_hest.bhsp, himalaya_hest.coltas, himalaya_hest.glodis, himalaya_hest.gpm_lora, himalaya_hest.hest, himalaya_hest.himalaya, himalaya_hest.lilac, himalaya_hest.lora_bank, himalaya_hest.masked_lora, himalaya_hest.olora, himalaya_hest.reft, himalaya_hest.tabs  # register themselves with PEFT
+import himalaya_hest.bhsp, himalaya_hest.coltas, himalaya_hest.fixed_masks, himalaya_hest.glodis, himalaya_hest.gpm_lora, himalaya_hest.hest, himalaya_hest.himalaya, himalaya_hest.lilac, himalaya_hest.lora_bank, himalaya_hest.masked_lora, himalaya_hest.olora, himalaya_hest.reft, himalaya_hest.tabs  # register themselves with PEFT
 from .ewc import EWC
 from .hooks import HookList, StreamHooks
 from .peft_bridge import make_room
@@ -78,7 +78,7 @@ FOUNDING_TRAINING = { # at other scales than mini
     "himalaya:published": dict(learning_rate=2e-4, weight_decay=1e-3),
     "himalaya:published_gain": dict(learning_rate=2e-4, weight_decay=1e-3),
     "lora-bank": TRAINING_DEFAULTS["lora-bank"], # as HIMALAYA's
-} | dict.fromkeys(("hest", "hest:published", "tabs", "bhsp"), dict(learning_rate=3e-5, weight_decay=.01, adam_beta2=.95))
+} | dict.fromkeys(("hest", "hest:published", "tabs", "bhsp", "spectral", "int8", "random-mask", "depth-mask"), dict(learning_rate=3e-5, weight_decay=.01, adam_beta2=.95))
 FOUNDING_RIVALS = dict(learning_rate=1e-4, weight_decay=0.)
 FOUNDING_EWC = dict(strength=.4)
 USUAL = dict(warmup_ratio=.1, adam_beta1=.9, adam_beta2=.999) # transformers' betas
