@@ -65,7 +65,7 @@ def products(d_in, d_out, n, device):
         q, s = quantised(x)
         return product(q, w).mul_(s)
     calls = {"fp32": lambda: x @ weight.t(), "bf16": lambda: x16 @ weight16.t(), "rounding": lambda: quantised(x)}
-    for name in usable(device, d_in, d_out):
+    for name in dict.fromkeys([*usable(device, d_in, d_out), "float"]):
         calls[name] = lambda f=PRODUCTS[name]: f(a, w).mul_(per_row)
         calls[f"{name} + rounding"] = lambda f=PRODUCTS[name]: rounding(f)
     return calls | (left_out(codes, w.scale, a, per_row) if device.type == "cpu" else {})

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DTYPES', 'PRODUCTS', 'MOST_ROWS', 'FORMAT', 'quantised', 'RoundedWeight', 'filled_up', 'by_int_mm', 'by_onednn',
            'by_float', 'is_exact', 'usable', 'rows_class', 'by_rule', 'product_times', 'machine_name', 'Calibration',
-           'save', 'use_calibration', 'fastest', 'calibrate', 'plain_weight', 'Int8Matrix']
+           'use_calibration', 'fastest', 'calibrate', 'plain_weight', 'Int8Matrix']
 
 # %% ../nbs/23a_int8.ipynb #b6c1452f
 import functools
@@ -100,9 +100,9 @@ def usable(
     d_in: int,
     d_out: int,
 ) -> list[str]: # names, at least one
-    "The products that a layer can use, exact ones where there are any."
+    "The products in integers that a layer can use, else the one in floating point."
     fits = d_in % 8 == d_out % 8 == 0 if device.type == "cuda" else d_in > 1 # torch 2.13 misreads the strides of a single column
-    return [n for n in ("int_mm", "onednn") if (fits or n != "int_mm") and is_exact(n, device)] + ["float"]
+    return [n for n in ("int_mm", "onednn") if (fits or n != "int_mm") and is_exact(n, device)] or ["float"]
 
 # %% ../nbs/23a_int8.ipynb #9123acce
 MOST_ROWS = 128
@@ -132,7 +132,7 @@ def product_times(
     enough_s: float = .004, # of measuring, after three calls of each
 ) -> dict[str, float]: # µs of each product
     "The shortest of a few calls of each usable product, in turns."
-    def numbers(n, d): return (torch.arange(n * d, device=device).view(n, d) * 37 % 255 - 127).to(torch.int8)
+    def numbers(n, d): return torch.full((n, d), 3, dtype=torch.int8, device=device)
     def clock():
         if device.type == "cuda": torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -204,7 +204,7 @@ def _merge(self) -> None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e: return warnings.warn(f"{self.file} is not a calibration of int8 products ({e}): it is not read, and written anew")
     for machine, shapes in found.items(): self.times[machine] = shapes | self.times.get(machine, {})
 
-def save(self) -> None:
+def _save(self) -> None:
     "Write all that is known, merged with what the file holds now, in one step."
     if self.file is None: return
     temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}")
@@ -217,7 +217,7 @@ def save(self) -> None:
         warnings.warn(f"{self.file} cannot be written ({e}): times of int8 products are kept in memory alone")
         self.file = None
 
-Calibration._merge, Calibration.save = _merge, save
+Calibration._merge, Calibration.save = _merge, _save
 
 # %% ../nbs/23a_int8.ipynb #6f8ba39f
 _in_force = by_rule
