@@ -55,7 +55,7 @@ def drawn(shares, n, rng):
 
 
 def attached(model, config):
-    "A PEFT adapter on modules of its own with the weights of `model`; rounded weights and first directions are made once for all of them."
+    "A PEFT adapter on modules of its own with the weights of `model`; weights are rounded once for all of them."
     base = twin(model)
     peft = get_peft_model(base, config).eval()
     for mine, first in zip(base.model.layers, model.model.layers):
@@ -63,14 +63,11 @@ def attached(model, config):
     return peft
 
 
-_starts, _start = {}, gated_shell._start
+def _random_start(module, rank, seed): # time does not hang on them, and decomposing all matrices takes longer than a benchmark
+    w = getattr(module, "base_layer", module).weight
+    return tuple(torch.randn(rank, d, device=w.device) / d ** .5 for d in w.shape)
 
-def _start_once(module, rank, seed):
-    key = getattr(module, "base_layer", module).weight.data_ptr(), rank, seed
-    if key not in _starts: _starts[key] = _start(module, rank, seed)
-    return _starts[key]
-
-gated_shell._start = _start_once
+gated_shell._start = _random_start
 
 
 def without_adapter(peft):

@@ -16,7 +16,7 @@ depth             PEFT method `depth_mask`: whole blocks off, the others in int8
 no adapter        without the adapter's directions, as if they were merged into both copies of the weights
 bf16 + ...        the same beside a backbone in bfloat16
 
-Gates, controllers, thresholds and buckets are those of the package and run in every pass; what they decide is then replaced by states drawn at random for each token and block in exact shares, anew each round. A bucket has the mean cost of these
+PEFT methods are the package's; directions start at random ones. Gates, controllers, thresholds and buckets are those of the package and run in every pass; what they decide is then replaced by states drawn at random for each token and block in exact shares, anew each round. A bucket has the mean cost of these
 states for a budget and a capacity of 4, and works on them, but has no say, so that all do equal work (`lowered` is the share of tokens whose states it would have lowered). Adapters have 16 directions on q, v, o and down of each block.
 
 Int8 products are calibrated, weights rounded and packed, and states drawn before the time is taken. All variants are visited in turns, round after round; passes of less than .3 s follow one that is not timed. Time is process time; figures are medians
@@ -115,11 +115,11 @@ class Decode:
         v.load(self, [1] * len(self.new), self.n, rng)
     def _begun(self, v):
         "Keys and values of the prompt; those of one pass serve all variants of a type without a bucket, since time does not hang on them."
-        if not v.bucket and v.model.dtype in self.of_type: return copy.deepcopy(self.of_type[v.model.dtype])
+        if not v.bucket and v.model.dtype in self.of_type: return self.of_type[v.model.dtype]
         v.load(self, [self.n], 0, np.random.default_rng(0))
         cache = v.cache()
         v.run(self.ids, cache)
-        return cache if v.bucket else self.of_type.setdefault(v.model.dtype, copy.deepcopy(cache))
+        return cache if v.bucket else self.of_type.setdefault(v.model.dtype, cache)
     def run(self, v):
         cache = v.caches[self]
         for i, ids in enumerate(self.new):
@@ -130,8 +130,8 @@ class Decode:
 
 def timed(work, v, rng, clock, min_s, before): # before: s of an earlier round, or None
     "Seconds of one run, draws and the first run aside."
-    work.prepare(v, rng)
     with torch.no_grad(), Parts():
+        work.prepare(v, rng)
         if before is None or before < .3: work.run(v)
         start, repeats = clock(), 0
         while repeats == 0 or (clock() - start < min_s and repeats < 20): work.run(v); repeats += 1
@@ -167,14 +167,14 @@ def in_turns(work, todo, rounds, min_s, clock, seed=0):
     return found, parts
 
 
-def figures(work, todo, found, parts, n_layers):
+def figures(work, todo, found, parts, n_layers, beside=("fp32", "bf16", "int8")):
     "Rows of the record; the masks by depth at the shares of the mixes are interpolated."
     gated, k, found = n_layers - 1, depth_of(n_layers), dict(found)
-    for share in (.2, .4): found[f"depth {round(100 * share)}/{round(100 - 100 * share)}"] = [i + (d - i) * share * gated / k for i, d in zip(found["int8"], found["depth"])]
+    for share in (.2, .4) if {"int8", "depth"} <= set(found) else (): found[f"depth {round(100 * share)}/{round(100 - 100 * share)}"] = [i + (d - i) * share * gated / k for i, d in zip(found["int8"], found["depth"])]
     rows = []
     for name, s in found.items():
         v = todo.get(name)
-        rows.append(dict(variant=name, token_ms=spread(1e3 * np.array(s) / work.tokens), of_fp32=ratio(s, found["fp32"]), of_bf16=ratio(s, found["bf16"]), of_int8=ratio(s, found["int8"]), interpolated=v is None) | parts.get(name, {}))
+        rows.append(dict(variant=name, token_ms=spread(1e3 * np.array(s) / work.tokens), interpolated=v is None, **{f"of_{b}": ratio(s, found[b]) for b in beside if b in found}) | parts.get(name, {}))
     return rows
 
 
