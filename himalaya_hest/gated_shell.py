@@ -283,11 +283,13 @@ def _refuse_reentrant(passed):
 def _mean_energy(self,
     adapter_name: str | None = None, # None: the active one
     headed: Tensor | None = None, # (b, n) bool: tokens that generation would ask for logits; None: all
+    by_group: bool = False, # the larger of those tokens' share and of the others'
 ) -> Tensor: # scalar, with its gradient
     "Expected scope share of the last training pass; `RuntimeError` where there was none."
     name = adapter_name or self.active_adapters[0]
     if name not in self._last.gates: raise RuntimeError(f"no training pass of adapter {name!r} to take the energy of: call the model in training mode, with gradients, first")
-    return self._last.gates[name].energy(headed)
+    gates = self._last.gates[name]
+    return gates.group_energy(headed) if by_group and headed is not None else gates.energy(headed)
 
 def _forget_pass(self) -> None:
     "Let go of the last training pass and its graph."
@@ -302,10 +304,12 @@ class BudgetHooks(StreamHooks):
         budget: Budget,
     ):
         self.tuner, self.name, self.budget, self.energy, self.last = tuner, name, budget, 0., {}
+        self.by_group = getattr(tuner.peft_config[name], "hardening", "argmax") == "bucket" and tuner.peft_config[name].scope == "blocks"
     def on_task_start(self, task): self.budget.begin(task.n_steps)
     def micro_batch_loss(self, model, batch, share):
         labels = batch.get("labels") # the head runs before targets alone
-        energy = self.tuner.energy(self.name, None if labels is None else nn.functional.pad(labels[:, 1:] != -100, (0, 1)).to(self.budget.price.device))
+        headed = None if labels is None else nn.functional.pad(labels[:, 1:] != -100, (0, 1)).to(self.budget.price.device)
+        energy = self.tuner.energy(self.name, headed, self.by_group)
         self.energy = self.energy + share * energy.detach()
         return share * self.budget.term(energy)
     def after_backward(self): self.tuner.forget_pass()
