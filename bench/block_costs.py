@@ -5,7 +5,8 @@
 
 Stacks of decoder layers of Llama with random weights (as many layers as leave no weights in the processor's cache where a backbone of that width would not), without adapters: `run_block` of 23b_blocks, with a state for each token drawn at random
 in exact shares, another draw for each layer and round. Prefill writes an empty cache; decoding is one token a row that sees 256 keys of a cache and itself. Int8 products are calibrated before, and weights are rounded and packed before. All mixes
-are visited in turns, round after round; draws, copies of caches and the first pass of each are not timed; time is process time, the figure of a mix its median over rounds. "plain" is the layer's own forward, which is what runs where all tokens are in fp.
+are visited in turns, round after round; draws, copies of caches and the first pass of each are not timed; time is process time, the figure of a mix its median over rounds. Freed memory
+stays with the process (int8_products.keep_memory), else new pages for growing caches take more time than products, and by chance. "plain" is the layer's own forward, which is what runs where all tokens are in fp.
 
 Costs of off, int8 and fp are non-negative least squares over the mixes (`meters.calibrate`), in ms for a token and a layer and as shares of fp; `residual` is the largest deviation as a share of the dearest mix. `cost_int8` is the one number of
 `04d_gate_costs` that fits best: modelled cost of each mix, over that of fp, against its measured time over that of fp, least squares. `model_residual` is what remains, the largest deviation as a share of fp.
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from block_parts import chosen_products, circumstances, clock_of, drawn, llama_config, random_backbone, shapes_of, spread
+from int8_products import keep_memory
 from transformers import DynamicCache
 
 from himalaya_hest.blocks import BlockMatrices, run_block
@@ -129,6 +131,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="few tokens and rounds")
     parser.add_argument("--out", default="nbs/records/block_costs.json")
     args = parser.parse_args()
+    kept = keep_memory()
     (rounds, min_s), rows, products = (2, .02) if args.quick else (args.rounds, args.min_s), [], {}
     began = time.process_time()
     for width in args.widths:
@@ -144,7 +147,7 @@ def main():
                 c = row["costs_of_fp"]
                 print(f"{time.process_time() - began:5.0f} s  d {width:4} {dtype:8} {phase:7} batch {b}, {n:4} tokens: fp {row['costs_ms']['fp']:.4f} ms a token and layer; off {c['off']:.2f}, int8 {c['int8']:.2f} of it (residual {row['residual']:.2f}); cost_int8 {row['cost_int8']:.2f} (model off by {row['model_residual']:.2f})", flush=True)
             del model, stack, few
-    record = circumstances(" ".join(["python bench/block_costs.py", *sys.argv[1:]]), "cpu") | dict(rounds=rounds, cost_int8_now=CPU_COST_INT8, rows=rows, int8_products=products)
+    record = circumstances(" ".join(["python bench/block_costs.py", *sys.argv[1:]]), "cpu") | dict(rounds=rounds, freed_memory_kept=kept, cost_int8_now=CPU_COST_INT8, rows=rows, int8_products=products)
     Path(args.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(args.out)
 

@@ -19,7 +19,7 @@ bf16 + ...        the same beside a backbone in bfloat16
 PEFT methods are the package's; directions start at random ones. Gates, controllers, thresholds and buckets are those of the package and run in every pass; what they decide is then replaced by states drawn at random for each token and block in exact shares, anew each round. A bucket has the mean cost of these
 states for a budget and a capacity of 4, and works on them, but has no say, so that all do equal work (`lowered` is the share of tokens whose states it would have lowered). Adapters have 16 directions on q, v, o and down of each block.
 
-Int8 products are calibrated, weights rounded and packed, and states drawn before the time is taken. All variants are visited in turns, round after round; passes of less than .3 s follow one that is not timed. Time is process time; figures are medians
+Int8 products are calibrated, weights rounded and packed, and states drawn before the time is taken; freed memory stays with the process (int8_products.keep_memory), else new pages for growing caches take more time than products, and by chance. All variants are visited in turns, round after round; passes of less than .3 s follow one that is not timed. Time is process time; figures are medians
 over rounds with quartiles, ratios are medians of the ratios of each round with the 95 % interval of a bootstrap over rounds. `controller_share` and `bucket_share` are taken in passes of their own; `head_share` is the head's part of a pass in fp32.
 """
 import argparse
@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from block_parts import Given, Parts, attached, chosen_products, circumstances, clock_of, llama_config, random_backbone, ratio, scope_share, shapes_of, spread, without_adapter
+from int8_products import keep_memory
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from himalaya_hest.bucket_cache import BudgetedCache
@@ -191,7 +192,7 @@ def main():
     parser.add_argument("--quick", action="store_true", help="few tokens and rounds")
     parser.add_argument("--out", default="nbs/records/block_speed.json")
     args = parser.parse_args()
-    clock, rows, products, began = clock_of("cpu"), [], {}, time.process_time()
+    kept, clock, rows, products, began = keep_memory(), clock_of("cpu"), [], {}, time.process_time()
     for size in args.sizes:
         size = size if size == "mini" else int(size)
         how = SIZES[size] | (dict(prefill=(64,), new=(8, 4), rounds=2) if args.quick else {}) | (dict(rounds=args.rounds) if args.rounds else {})
@@ -208,7 +209,7 @@ def main():
             print(f"{time.process_time() - began:5.0f} s  {size}, {work.phase} {work.n}, batch {work.b}; head {row['head_share']:.1%}", flush=True)
             for v in row["variants"]: print(f"        {v['variant']:24} {v['token_ms']['median']:8.4f} ms a token, {v['of_fp32']['median']:.2f} of fp32, {v['of_int8']['median']:.2f} [{v['of_int8']['low']:.2f}, {v['of_int8']['high']:.2f}] of int8" + (f"; controller {v['controller_share']:.1%}, bucket {v['bucket_share']:.1%}" if "bucket_share" in v else ""), flush=True)
         del todo, model
-    record = circumstances(" ".join(["python bench/block_speed.py", *sys.argv[1:]]), "cpu") | dict(prompt=PROMPT, rows=rows, int8_products=products)
+    record = circumstances(" ".join(["python bench/block_speed.py", *sys.argv[1:]]), "cpu") | dict(prompt=PROMPT, freed_memory_kept=kept, rows=rows, int8_products=products)
     Path(args.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(args.out)
 

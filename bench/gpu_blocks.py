@@ -216,7 +216,7 @@ def main():
             part["rows"].append(row)
             if name in ("llama-2-7b", "tiny"): part["roofline"] = compared(part["rows"])
             write()
-            print(f"{name}: {phase} {n}, batch {b}: " + ("; ".join(f"{v['variant']} {v['of_fp']['median']:.2f}" for v in row["variants"]) or "the bare backbone does not fit") + (f"; left out: {', '.join(row['left_out'])}" if row["left_out"] else "") + ("; Joules " + "; ".join(f"{v['variant']} {v['of_fp']['gross']:.2f}" for v in row["joules"]) if "joules" in row else ""), flush=True)
+            print(f"{name}: {phase} {n}, batch {b}: " + ("; ".join(f"{v['variant']} {v['of_fp']['median']:.2f}" for v in row["variants"]) or "nothing was timed") + (f"; left out: {', '.join(row['left_out'])}" if row["left_out"] else "") + ("; Joules " + "; ".join(f"{v['variant']} {v['of_fp']['gross']:.2f}" for v in row["joules"]) if "joules" in row else ""), flush=True)
         del todo, model
         cleaned(args.device)
     print(args.out)
