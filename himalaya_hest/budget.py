@@ -28,16 +28,18 @@ class Budget(nn.Module):
         self.register_buffer("price", torch.tensor(float(initial_price)))
         self.register_buffer("step", torch.tensor(0))
         self.register_buffer("n_steps", torch.tensor(0))
+        self.register_buffer("start", torch.tensor(1.)) # where the line begins
     def begin(self,
         n_steps: int, # optimiser steps until the end
     ) -> None:
-        "The target starts anew at 1; the price stays what it is."
+        "The target starts anew; the price stays what it is."
         self.n_steps.fill_(n_steps)
         self.step.zero_()
+        self.start.fill_(1.)
     def target(self) -> float: # E_i
-        "1 at first, E_max after the share of the steps that are annealed."
-        line = self.anneal_share * int(self.n_steps)
-        return self.e_max if self.step >= line else 1 + (self.e_max - 1) * float(self.step) / line
+        "The line's start at first, E_max after the share of the steps that are annealed."
+        line, start = self.anneal_share * int(self.n_steps), float(self.start)
+        return self.e_max if self.step >= line else start + (self.e_max - start) * float(self.step) / line
     def _excess(self, energy): return (energy - self.target()) / (self.e_max if self.relative else 1.)
     def term(self,
         energy: Tensor, # scalar Ē with its gradient
@@ -50,5 +52,6 @@ class Budget(nn.Module):
         "λ ← max(0, λ + α (Ē − E_i)/E_max), and one step on the line. `FloatingPointError` for an energy that is not finite."
         energy = torch.as_tensor(energy).detach()
         if not bool(energy.isfinite()): raise FloatingPointError(f"the mean energy is {energy.item()}: the gates' logits are not finite; lower the controller's learning rate")
+        if self.step == 0: self.start.copy_(energy.to(self.start).clamp(self.e_max, 1.))
         if self.dual_rate: self.price.add_(self.dual_rate * self._excess(energy).to(self.price)).clamp_(min=0.)
         self.step += 1

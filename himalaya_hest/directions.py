@@ -245,10 +245,4 @@ def _energy(self, headed: Tensor | None = None) -> Tensor: # scalar, with its gr
     counted = 1 if self.attended is None else self.attended
     return (spent * counted).sum() / (full * counted).sum().clamp(min=1e-12)
 
-def _group_energy(self, headed: Tensor) -> Tensor: # scalar, with its gradient
-    "The larger of two scope shares: of the tokens that are asked for logits, and of the others."
-    spent, full = self.totals(headed)
-    counted = torch.ones_like(headed) if self.attended is None else self.attended
-    return torch.stack([(spent * on).sum() / (full * on).sum().clamp(min=1e-12) for on in (counted & headed, counted & ~headed)]).max()
-
-TokenGates._count, TokenGates.totals, TokenGates.scope_share, TokenGates.energy, TokenGates.group_energy = _count, _totals, _scope_share, _energy, _group_energy
+TokenGates._count, TokenGates.totals, TokenGates.scope_share, TokenGates.energy = _count, _totals, _scope_share, _energy

@@ -112,7 +112,7 @@ class GatedModel(ShellModel):
         core = make(config, places, starts, self.model.get_input_embeddings().weight.shape[1])
         core.sites = sites
         self._watch(sites)
-        check_floor(self.budget(config), core)
+        check_floor(config, core)
         return core
     def _make_directions(self, config, places, starts, width):
         costs = 0., config.cost_int8, 1.
@@ -144,13 +144,13 @@ def blocks_of(
     return model.get_submodule(site.split(f".{layer_of(site)}.", 1)[0])
 
 def check_floor(
-    budget: Budget,
+    config: GatedConfig,
     core: GatedDirections,
 ) -> None:
     "`ValueError` naming the floor, where a budget is below what no gate can save."
-    table = getattr(core, "table", None)
-    if table is not None and budget.dual_rate and budget.e_max < table.floor():
-        raise ValueError(f"e_max is {budget.e_max:.4g}, below the floor {table.floor():.4g} of what no gate can save on this backbone (first block, controller, head, keys and values of skipped tokens); give at least that")
+    table, e_max = getattr(core, "table", None), getattr(config, "e_max", None)
+    if table is not None and core.layers and e_max is not None and e_max < table.floor():
+        raise ValueError(f"e_max is {e_max:.4g}, below the floor {table.floor():.4g} of what no gate can save on this backbone (first block, controller, head, keys and values of skipped tokens); give at least that")
 
 def _start(module, rank, seed): # U (R, d_out), V (R, d_in)
     "The leading singular pairs of a site's matrix, of any number of bits."
@@ -283,13 +283,11 @@ def _refuse_reentrant(passed):
 def _mean_energy(self,
     adapter_name: str | None = None, # None: the active one
     headed: Tensor | None = None, # (b, n) bool: tokens that generation would ask for logits; None: all
-    by_group: bool = False, # the larger of those tokens' share and of the others'
 ) -> Tensor: # scalar, with its gradient
     "Expected scope share of the last training pass; `RuntimeError` where there was none."
     name = adapter_name or self.active_adapters[0]
     if name not in self._last.gates: raise RuntimeError(f"no training pass of adapter {name!r} to take the energy of: call the model in training mode, with gradients, first")
-    gates = self._last.gates[name]
-    return gates.group_energy(headed) if by_group and headed is not None else gates.energy(headed)
+    return self._last.gates[name].energy(headed)
 
 def _forget_pass(self) -> None:
     "Let go of the last training pass and its graph."
@@ -304,12 +302,10 @@ class BudgetHooks(StreamHooks):
         budget: Budget,
     ):
         self.tuner, self.name, self.budget, self.energy, self.last = tuner, name, budget, 0., {}
-        self.by_group = getattr(tuner.peft_config[name], "hardening", "argmax") == "bucket" and tuner.peft_config[name].scope == "blocks"
     def on_task_start(self, task): self.budget.begin(task.n_steps)
     def micro_batch_loss(self, model, batch, share):
         labels = batch.get("labels") # the head runs before targets alone
-        headed = None if labels is None else nn.functional.pad(labels[:, 1:] != -100, (0, 1)).to(self.budget.price.device)
-        energy = self.tuner.energy(self.name, headed, self.by_group)
+        energy = self.tuner.energy(self.name, None if labels is None else nn.functional.pad(labels[:, 1:] != -100, (0, 1)).to(self.budget.price.device))
         self.energy = self.energy + share * energy.detach()
         return share * self.budget.term(energy)
     def after_backward(self): self.tuner.forget_pass()

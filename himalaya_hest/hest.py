@@ -63,6 +63,7 @@ class HestConfig(GatedConfig):
     first_block: str | None = None # in scope directions: gated; in scope blocks: fp, or int8; bare: without an adapter, and in fp. None: gated, or fp
     gate: str | None = None # ordinal or affine
     e_max: float | None = None # budget as a scope share; None: 0.6 × the mean of the TABS run in the package
+    target: float | None = None # mean scope share that training aims at, where the bound leaves it room; None: e_max
     hardening: str | None = None # bucket or argmax
     capacity: float = 4. # C of the bucket: the most that a token may spend, in its own earnings
     dual_rate: float = .05 # α; 0: a fixed price, the soft penalty
@@ -96,6 +97,7 @@ def check_hest(config: HestConfig) -> None:
     if not config.capacity >= 1: raise ValueError(f"capacity is {config.capacity}; expected 1, where nothing is saved up, or more")
     if config.k < 1: raise ValueError(f"k must be positive, got {config.k}")
     if config.e_max is None: config.e_max = tabs_e_max(scope=config.scope)
+    if config.target is not None and not 0 < config.target <= config.e_max: raise ValueError(f"target is {config.target}; expected a mean share above 0 and at most e_max, {config.e_max:g}")
     budget_of(config)
 
 # %% ../nbs/25_hest.ipynb #730814fd
@@ -103,7 +105,7 @@ def budget_of(
     config: HestConfig,
 ) -> Budget:
     "The price of energy as the config says it."
-    return Budget(config.e_max, config.dual_rate, config.initial_price, config.anneal_share, config.relative)
+    return Budget(config.target or config.e_max, config.dual_rate, config.initial_price, config.anneal_share, config.relative)
 
 # %% ../nbs/25_hest.ipynb #381df6f7
 class HestModel(GatedModel):
