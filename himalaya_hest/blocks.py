@@ -219,6 +219,7 @@ def chosen(
     if not gates.requires_grad: return out
     return out + sum((gates[..., s:s + 1] - gates[..., s:s + 1].detach()).to(f.dtype) * f.detach() for s, f in enumerate(options))
 
+# %% ../nbs/23b_blocks.ipynb #5f7c2135
 def train_block(
     layer: nn.Module,
     index: int,

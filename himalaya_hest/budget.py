@@ -40,18 +40,22 @@ class Budget(nn.Module):
         "The line's start at first, E_max after the share of the steps that are annealed."
         line, start = self.anneal_share * int(self.n_steps), float(self.start)
         return self.e_max if self.step >= line else start + (self.e_max - start) * float(self.step) / line
-    def _excess(self, energy): return (energy - self.target()) / (self.e_max if self.relative else 1.)
+    def excess(self, energy): return (energy - self.target()) / (self.e_max if self.relative else 1.)
     def term(self,
         energy: Tensor, # scalar Ē with its gradient
     ) -> Tensor: # scalar, to add to the loss
-        return self.price * (self._excess(energy) if self.dual_rate else energy)
-    @torch.no_grad()
-    def step_(self,
-        energy: Tensor | float, # Ē of the whole optimiser step
-    ) -> None:
-        "λ ← max(0, λ + α (Ē − E_i)/E_max), and one step on the line. `FloatingPointError` for an energy that is not finite."
-        energy = torch.as_tensor(energy).detach()
-        if not bool(energy.isfinite()): raise FloatingPointError(f"the mean energy is {energy.item()}: the gates' logits are not finite; lower the controller's learning rate")
-        if self.step == 0: self.start.copy_(energy.to(self.start).clamp(self.e_max, 1.))
-        if self.dual_rate: self.price.add_(self.dual_rate * self._excess(energy).to(self.price)).clamp_(min=0.)
-        self.step += 1
+        return self.price * (self.excess(energy) if self.dual_rate else energy)
+
+# %% ../nbs/22_budget.ipynb #d345411c
+@torch.no_grad()
+def _step_(self,
+    energy: Tensor | float, # Ē of the whole optimiser step
+) -> None:
+    "λ ← max(0, λ + α (Ē − E_i)/E_max), and one step on the line. `FloatingPointError` for an energy that is not finite."
+    energy = torch.as_tensor(energy).detach()
+    if not bool(energy.isfinite()): raise FloatingPointError(f"the mean energy is {energy.item()}: the gates' logits are not finite; lower the controller's learning rate")
+    if self.step == 0: self.start.copy_(energy.to(self.start).clamp(self.e_max, 1.))
+    if self.dual_rate: self.price.add_(self.dual_rate * self.excess(energy).to(self.price)).clamp_(min=0.)
+    self.step += 1
+
+Budget.step_ = _step_

@@ -94,14 +94,6 @@ class GatedDirections(nn.Module):
         units = slice(slot * self.rank, (slot + 1) * self.rank)
         if fp is not None: y = self.in_fp(i, x, y, fp[..., units])
         return y if int8 is None else self.in_int8(i, fake_int8(x), y, int8[..., units])
-    def in_fp(self, i: int, x: Tensor, y: Tensor, open_: Tensor | None = None) -> Tensor: # open_ (..., R); None: all
-        "y + Σ s u (vᵀx)."
-        s = self.s[i] if open_ is None else open_.to(self.s.dtype) * self.s[i]
-        return y + ((s * (x.to(s.dtype) @ self.v[i].T)) @ self.u[i]).to(y.dtype)
-    def in_int8(self, i: int, x_hat: Tensor, y: Tensor, open_: Tensor | None = None) -> Tensor: # x̂: the input on its grid
-        "y + Σ û (s v̂ᵀx̂)^."
-        (u, v), s = self.rounded(i), self.s[i] if open_ is None else open_.to(self.s.dtype) * self.s[i]
-        return y + (fake_int8(s * (x_hat.to(s.dtype) @ v.T)) @ u).to(y.dtype)
     def train(self, mode: bool = True):
         self._kept = {} # a write into `.data` does not show
         return super().train(mode)
@@ -111,6 +103,16 @@ class GatedDirections(nn.Module):
     def has_int8(self) -> bool: return bool(self.gate.allowed_states[1])
 
 # %% ../nbs/23_directions.ipynb #aa445dd3
+def _in_fp(self, i: int, x: Tensor, y: Tensor, open_: Tensor | None = None) -> Tensor: # open_ (..., R); None: all
+    "y + Σ s u (vᵀx)."
+    s = self.s[i] if open_ is None else open_.to(self.s.dtype) * self.s[i]
+    return y + ((s * (x.to(s.dtype) @ self.v[i].T)) @ self.u[i]).to(y.dtype)
+
+def _in_int8(self, i: int, x_hat: Tensor, y: Tensor, open_: Tensor | None = None) -> Tensor: # x̂: the input on its grid
+    "y + Σ û (s v̂ᵀx̂)^."
+    (u, v), s = self.rounded(i), self.s[i] if open_ is None else open_.to(self.s.dtype) * self.s[i]
+    return y + (fake_int8(s * (x_hat.to(s.dtype) @ v.T)) @ u).to(y.dtype)
+
 def _rounded(self,
     i: int, # site
 ) -> tuple[Tensor, Tensor]: # U (R, d_out), V (R, d_in)
@@ -121,7 +123,7 @@ def _rounded(self,
     if self._kept.get(i, (None,))[0] != now: self._kept[i] = (now, fake_int8(u.T).T.contiguous(), fake_int8(v))
     return self._kept[i][1:]
 
-GatedDirections.rounded = _rounded
+GatedDirections.in_fp, GatedDirections.in_int8, GatedDirections.rounded = _in_fp, _in_int8, _rounded
 
 # %% ../nbs/23_directions.ipynb #676c63e1
 def _spend(self,
@@ -192,15 +194,6 @@ class TokenGates:
             else: states = self._within(tokens, row)
             self.states[layer], self.open[layer] = states, self._open(states)
             if row not in self.spent and (core.training or self.counts): self._count(row, logits.softmax(-1) if core.training else states)
-    def _within(self, tokens, row):
-        "The states of a row, lowered until its stage fits into its bucket."
-        if row not in self._bounded:
-            stage, rows = next((i, rows) for i, rows in enumerate(self.core.stages()) if row in rows)
-            logits = torch.cat([self.core.logits(tokens, r) for r in rows], -2) # (b, n, gates, 3)
-            states = self.buckets[stage].spend(logits.argmax(-1), logits - logits[..., :1], self.keys, logits.new_ones(logits.shape[:2], dtype=torch.bool) if self.headed is None else self.headed, self.attended)
-            parts = nn.functional.one_hot(states, 3).to(logits.dtype).split(logits.shape[-2] // len(rows), -2)
-            self._bounded |= dict(zip(rows, parts))
-        return self._bounded[row]
     def _read(self, layer, h):
         "The controller's view of the tokens at a layer; None where it reads nothing."
         seen = lambda: self.core.controller.tokens(rms_normed(h) if self.core.normalise else h.float())
@@ -213,10 +206,25 @@ class TokenGates:
             return tokens
         if self._tokens is None: raise RuntimeError(f"block {layer} was entered before block 1: the controller reads the output of the first block, so the blocks must run in order")
         return self._tokens
-    def _open(self, states):
-        "Masks of fp and int8; None for a state that is not allowed, or that no token is in where looking costs nothing."
-        masks = states[..., 2] if self.core.gate.allowed_states[2] else None, states[..., 1] if self.core.has_int8 else None
-        return masks if states.requires_grad or states.is_cuda else tuple(m if m is not None and bool(m.any()) else None for m in masks)
+
+# %% ../nbs/23_directions.ipynb #2e38d292
+def _open(self, states):
+    "Masks of fp and int8; None for a state that is not allowed, or that no token is in where looking costs nothing."
+    masks = states[..., 2] if self.core.gate.allowed_states[2] else None, states[..., 1] if self.core.has_int8 else None
+    return masks if states.requires_grad or states.is_cuda else tuple(m if m is not None and bool(m.any()) else None for m in masks)
+
+def _within(self, tokens, row):
+    "The states of a row, lowered until its stage fits into its bucket."
+    if row not in self._bounded:
+        stage, rows = next((i, rows) for i, rows in enumerate(self.core.stages()) if row in rows)
+        logits = torch.cat([self.core.logits(tokens, r) for r in rows], -2) # (b, n, gates, 3)
+        headed = torch.ones_like(self.keys, dtype=torch.bool) if self.headed is None else self.headed
+        states = self.buckets[stage].spend(logits.argmax(-1), logits - logits[..., :1], self.keys, headed, self.attended)
+        parts = nn.functional.one_hot(states, 3).to(logits.dtype).split(logits.shape[-2] // len(rows), -2)
+        self._bounded |= dict(zip(rows, parts))
+    return self._bounded[row]
+
+TokenGates._open, TokenGates._within = _open, _within
 
 # %% ../nbs/23_directions.ipynb #0ec36562
 def _count(self, row, weights):

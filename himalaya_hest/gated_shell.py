@@ -225,6 +225,7 @@ def before_forward(tuner, model, args, kwargs):
     if model.training and any(m.gradient_checkpointing for m in tuner._checkpointed): return args, {**kwargs, KWARG: passed}
     return ((), named) if bounds else None
 
+# %% ../nbs/24_gated_shell.ipynb #a599da87
 def tokens_of(
     tuner: GatedModel,
     names: list[str], # of the active adapters
@@ -251,6 +252,7 @@ def check_call(names, mask, position_ids, past) -> None:
     if mask is not None and (not torch.is_tensor(mask) or mask.dim() != 2): raise ValueError("scope 'blocks' builds its own causal mask; give an attention_mask of shape (rows, keys), or none")
     if mask is None and position_ids is not None and not past and bool((position_ids.diff(dim=-1) != 1).any()): raise ValueError("position_ids start anew within a row: packed sequences would see one another in scope 'blocks'; give one sequence a row")
 
+# %% ../nbs/24_gated_shell.ipynb #f58089f6
 def after_forward(tuner, model, args, kwargs, output):
     "Forward hook of the backbone: tell who records, and leave nothing in the context."
     passed = _GATES.get()
