@@ -22,9 +22,10 @@ def fake_int8(
     x: Tensor, # (..., n) floating point
 ) -> Tensor: # (..., n) each row on its grid of 255 points
     "Rounded to eight bits, straight through; a row of zeros stays zero."
-    scale = x.detach().abs().amax(-1, keepdim=True) / 127
-    rounded = torch.round(x.detach() / torch.where(scale == 0, 1., scale)).clamp(-127, 127) * scale
-    return x + (rounded - x.detach())
+    plain = x.detach()
+    scale = (plain.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    rounded = torch.round(plain / scale) * scale
+    return x + (rounded - plain) if torch.is_grad_enabled() and x.requires_grad else rounded
 
 # %% ../nbs/23_directions.ipynb #345ee59c
 def layer_of(

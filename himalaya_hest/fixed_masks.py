@@ -112,6 +112,7 @@ class DepthMaskConfig(RandomMaskConfig):
 class Int8Model(GatedModel):
     "Blocks by a fixed mask, attached to a causal language model."
     prefix = "int8_"
+    e_max_bounds = False
     def parts(self, config: Int8Config, shape: GateShape, width: int) -> tuple[nn.Module, nn.Module]:
         return FixedMask(config.shares(shape.costs), type(config) is RandomMaskConfig, config.seed), ProbabilityGate("int8")
     def reads(self, config): return "position"

@@ -99,6 +99,7 @@ class GatedModel(ShellModel):
     "A gated adapter attached to a causal language model. A subclass gives `prefix`, `parts(config, shape, width)` and `budget(config)`."
     tuner_layer_cls = GatedLayer
     target_module_mapping = GATED
+    e_max_bounds = True # is e_max of the config, where there is one, a bound that all tokens keep?
     def parts(self, config, shape: GateShape, width: int) -> tuple[nn.Module, nn.Module]: raise NotImplementedError("a controller and a gate")
     def budget(self, config) -> Budget: raise NotImplementedError("the price of energy")
     def reads(self, config) -> str: return getattr(config, "controller_input", "own_layer")
@@ -112,7 +113,7 @@ class GatedModel(ShellModel):
         core = make(config, places, starts, self.model.get_input_embeddings().weight.shape[1])
         core.sites = sites
         self._watch(sites)
-        check_floor(config, core)
+        if self.e_max_bounds: check_floor(config, core)
         return core
     def _make_directions(self, config, places, starts, width):
         costs = 0., config.cost_int8, 1.

@@ -15,6 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from .config import scope_of
 from .hest import tabs_e_max
 from .records import made_up_record, same_world
 from .registry import EWC_DEFAULTS, searched_defaults
@@ -48,7 +49,7 @@ def method_of(
     known, unsaid = record.get("searched") or searched(c["adapter"], preset), object()
     set_ = {k: v for k, v in (c.get("adapter_config") or {}).items() if known["adapter_config"].get(k, unsaid) != v}
     set_ |= {f"ewc {k}": v for k, v in (c.get("ewc") or {}).items() if (EWC_DEFAULTS | known["ewc"]).get(k, v) != v}
-    if "e_max" in set_ and set_["e_max"] == tabs_e_max(): del set_["e_max"] # the package's own budget
+    if "e_max" in set_ and set_["e_max"] == tabs_e_max(scope=scope_of(c["adapter"], preset, c.get("adapter_config"))): del set_["e_max"] # the package's own budget
     name = " ".join([c["adapter"]] + [preset] * (preset != "default")) + "".join(f", {k} {'+'.join(map(str, v)) if isinstance(v, list) else v}" for k, v in sorted(set_.items()))
     if c.get("instructions", "own") != "own": name += f", instructions {c['instructions']}"
     if protocol == "replay": return name + f" (replay {c.get('replay_share', .01):.3g})"

@@ -196,7 +196,7 @@ def gated(
 
 GATED_SKIPS = {r"gradient_checkpointing\[True": "a reentrant checkpoint runs forward without a graph, so the energy of the gates would have no gradient: it is refused with a message that says so"}
 
-SUBJECTS |= {"hest": gated("himalaya_hest.hest:HestConfig", dict(r=1, k=4, e_max=.5), True), "tabs": gated("himalaya_hest.tabs:TabsConfig", dict(r=1)), "bhsp": gated("himalaya_hest.bhsp:BhspConfig", dict(r=1, e_max=.5))}
+SUBJECTS |= {"hest": gated("himalaya_hest.hest:HestConfig", dict(r=1, k=4, e_max=.5, scope="directions"), True), "tabs": gated("himalaya_hest.tabs:TabsConfig", dict(r=1)), "bhsp": gated("himalaya_hest.bhsp:BhspConfig", dict(r=1, e_max=.5))}
 for name in ("tabs", "bhsp"): SUBJECTS[name].skips["only_params_are_updated.*LayerNorm"] = "behind a normalisation to equal hidden states, three steps of plain SGD do not move the controller by what the test asks for; the notebooks of the adapters test that each parameter is trained"
 SUBJECTS["hest"].skips["only_params_are_updated"] = "three steps of plain SGD from sizes of zero do not move every threshold by what the test asks for; 25_hest tests that each parameter is trained"
 

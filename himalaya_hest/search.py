@@ -60,7 +60,7 @@ FOUNDING = {
 
 # %% ../nbs/45d_search.ipynb #d2f2bee8
 _NOISE, _PRICE = {TAU: _linear(.4, 1., 2 / 3)}, {ALPHA: _log(.01, .2, .05)}
-GATED = {"hest": {FACTORS: _any([16, 32, 64], 32)} | _NOISE | _PRICE, "tabs": _NOISE, "bhsp": _NOISE | _PRICE} # beside the learning rate, at every scale
+GATED = {"hest": {FACTORS: _any([16, 32, 64], 32)} | _NOISE | _PRICE, "tabs": _NOISE, "bhsp": _NOISE | _PRICE} | dict.fromkeys(("spectral", "int8", "random-mask", "depth-mask"), {}) # beside the learning rate, at every scale
 _BATCHES = {"training.per_device_train_batch_size": _any([2, 4], 4), "training.gradient_accumulation_steps": _any([4, 8, 16], 8)}
 
 # %% ../nbs/45d_search.ipynb #c745968d
