@@ -27,11 +27,12 @@ OPEN = math.log(9) # logit of .9
 @dataclass
 class TabsConfig(GatedConfig):
     "What defines a TABS adapter."
-    l1: float = .1 # λ₁, price of the expected share that is open
+    l1: float | None = None # λ₁, price of the expected share that is open; None: .1 for directions, .3 for blocks
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType["TABS"]
         check_scope(self)
+        if self.l1 is None: self.l1 = .1 if self.scope == "directions" else .3
         if not self.l1 >= 0: raise ValueError(f"l1 is {self.l1}; expected 0 or more")
 
 class TabsModel(GatedModel):
