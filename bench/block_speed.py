@@ -1,6 +1,6 @@
 """Whole forward passes of backbones whose blocks are off, in int8 or in fp: process time beside fp32, bf16 and uniform int8.
 
-    OMP_NUM_THREADS=1 python bench/block_speed.py
+    OMP_NUM_THREADS=1 python bench/block_speed.py               # 20 minutes of process time; --rounds 3: 9
     OMP_NUM_THREADS=1 python bench/block_speed.py --quick --out /tmp/block_speed.json
 
 Llamas with random weights and a vocabulary of 2,048, and the package's mini backbone. Prefill is one pass over a prompt with an empty cache, asked for the last logits; decoding is one pass a new token after a prompt of 128, as `generate` makes it,
@@ -83,7 +83,7 @@ def depth_of(n_layers): return max(1, round(.4 * (n_layers - 1))) # blocks that 
 
 def variants(model, few=False):
     "{name: Variant}"
-    hest = lambda m, hardening="argmax", **kw: attached(m, HestConfig(task_type="CAUSAL_LM", scope="blocks", e_max=1., hardening=hardening, **kw))
+    hest = lambda m, hardening="argmax", **kw: attached(m, HestConfig(task_type="CAUSAL_LM", scope="blocks", hardening=hardening, **(dict(e_max=1., states=["off", "int8", "fp"], first_block="fp") | kw)))
     light = lambda: hest(model, states=["off", "int8"], first_block="int8")
     int8 = lambda m: attached(m, Int8Config(task_type="CAUSAL_LM"))
     half = copy.deepcopy(model).to(torch.bfloat16)

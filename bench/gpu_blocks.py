@@ -54,11 +54,11 @@ class MadeTrace(ReplayMeter):
 
 def variants(model):
     "{name: function that makes the Variant}; what a variant needs is made when it is first asked for."
-    hest = lambda **kw: attached(model, HestConfig(task_type="CAUSAL_LM", **(dict(scope="blocks", e_max=1., hardening="argmax") | kw)))
+    hest = lambda **kw: attached(model, HestConfig(task_type="CAUSAL_LM", **(dict(scope="blocks", e_max=1., hardening="argmax", states=["off", "int8", "fp"], first_block="fp") | kw)))
     light = lambda: hest(states=["off", "int8"], first_block="int8")
     return {"fp": lambda: Variant(model), "int8": lambda: Variant(model, attached(model, Int8Config(task_type="CAUSAL_LM"))), "hest": lambda: Variant(model, hest(), HEST), "hest + bucket": lambda: Variant(model, hest(hardening="bucket"), HEST, True),
             "hest 20/80": lambda: Variant(model, light(), LIGHT), "hest 40/60": lambda: Variant(model, light(), LIGHTER), "tabs": lambda: Variant(model, attached(model, TabsConfig(task_type="CAUSAL_LM", scope="blocks")), TABS),
-            "random 20/80": lambda: Variant(model, random_mask(model, .8)), "depth": lambda: Variant(model, depth_mask(model, depth_of(len(model.model.layers)))), "directions": lambda: Variant(model, hest(scope="directions"), HEST),
+            "random 20/80": lambda: Variant(model, random_mask(model, .8)), "depth": lambda: Variant(model, depth_mask(model, depth_of(len(model.model.layers)))), "directions": lambda: Variant(model, hest(scope="directions", first_block=None), HEST),
             "lora": lambda: Variant(get_peft_model(twin(model), LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])).eval().get_base_model())}
 
 
