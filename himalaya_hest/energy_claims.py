@@ -205,7 +205,7 @@ def duels(
 ) -> list[Duel]: # against uniform int8 and each mask, as far as they were run
     "What a controller is held against."
     ours = ours or e.hest
-    found = [duel(e, ours, m) for m in e.named("int8")[:1]]
+    found = [duel(e, ours, m, "int8") for m in e.named("int8")[:1]]
     for mask in MASKS:
         if theirs := cheapest_as_good(e, mask, ours): found.append(duel(e, ours, theirs, mask))
     return [d for d in found if d]
@@ -232,7 +232,7 @@ def _range(x, signed=False):
 
 def _against(d, by):
     "One opponent, in words."
-    whom = "uniform int8" if d.mask == "int8" else f"{d.mask} (its cheapest as good: {'uniform int8' if d.opponent == 'int8' else d.opponent})"
+    whom = "uniform int8" if d.mask == "int8" else f"{d.mask} (its cheapest as good: {d.opponent})"
     ratio = d.energy if by == "cheaper" else d.time
     return f"{whom}: ROUGE-L {_range(d.difference, True)} at {_range(ratio)} of its {'energy' if by == 'cheaper' else 'time'}, n = {d.n} – {dict(zip((HOLDS, FAILS, CANNOT), ('earned', 'not earned', 'cannot be told')))[d.earned(by)]}"
 
