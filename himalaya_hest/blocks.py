@@ -7,6 +7,8 @@ __all__ = ['FAMILIES', 'check_block', 'BlockMatrices', 'window_of', 'attend', 'r
            'train_block']
 
 # %% ../nbs/23b_blocks.ipynb #21782774
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -100,6 +102,7 @@ class GatedBlocks(GatedDirections):
         for name, t in (("constant", self.table.constant), ("per_key", self.table.per_key)): self.register_buffer(name, torch.tensor(t / self.table.full[0], dtype=torch.float32, device="cpu"), persistent=False)
     @property
     def layers(self) -> tuple: return self._layers
+    uses_masks = False
     def logits(self, tokens, row): return self.gate.of_layer(self.controller.of_layer(tokens, row), row)
     def act(self, i, x, y, *open_): return self.in_fp(i, x, y) # where the block's own forward runs
     def in_block(self, layer: int, name: str, state: int, x: Tensor, y: Tensor) -> Tensor:
@@ -108,6 +111,11 @@ class GatedBlocks(GatedDirections):
         return y if i is None else self.in_fp(i, x, y) if state == 2 else self.in_int8(i, x, y)
 
 # %% ../nbs/23b_blocks.ipynb #b6e0b896
+def _stage_logits(self, tokens, rows):
+    many = getattr(self.controller, "of_layers", None)
+    p = torch.stack([self.controller.of_layer(tokens, r) for r in rows], -2) if many is None else many(tokens, list(rows)) # (b, n, rows, 1)
+    return self.gate.of_layer(p, list(rows))[..., 0, :]
+
 def _spend(self, row, weights, keys):
     constant, per_key = self.constant[row].to(weights), self.per_key[row].to(weights)
     return (weights[..., 0, :] * (constant + per_key * keys[..., None].to(weights))).sum(-1)
@@ -122,31 +130,38 @@ def _gate_table(self, rows: tuple) -> GateCosts:
 
 def _shares(self, row, weights): return weights[..., 0, :]
 
-GatedBlocks.spend, GatedBlocks.whole, GatedBlocks.gate_table, GatedBlocks.shares = _spend, _whole, _gate_table, _shares
+GatedBlocks.stage_logits, GatedBlocks.spend, GatedBlocks.whole, GatedBlocks.gate_table, GatedBlocks.shares = _stage_logits, _spend, _whole, _gate_table, _shares
 
 # %% ../nbs/23b_blocks.ipynb #a80f7528
 class _Rows:
-    "The tokens of one pass through a block, by state: products of a subset of rows, each in its token's type."
+    "The tokens of one pass through a block, by the type that they run in."
     def __init__(self, layer, index, matrices, core, fp, n_fp): # fp (rows,) bool, and how many are
-        self.layer, self.index, self.matrices, self.core, self.fp, self.n_fp = layer, index, matrices, core, fp, n_fp
-    def products(self,
-        names: tuple, # projections that read the same x
-        x: Tensor, # (rows, d)
+        self.layer, self.index, self.matrices, self.core = layer, index, matrices, core
+        self.groups = [(2, None)] if n_fp and n_fp == len(fp) else [(1, None)] if not n_fp else [(2, fp.nonzero()[:, 0]), (1, (~fp).nonzero()[:, 0])]
+    def each(self,
+        run, # (state, rows of each input) → tensors
+        *inputs: Tensor, # (rows, d)
     ) -> list[Tensor]: # (rows, d_out) each
-        if self.n_fp == len(x): return self._fp(names, x)
-        if not self.n_fp: return self._int8(names, x)
-        at = [self.fp.nonzero()[:, 0], (~self.fp).nonzero()[:, 0]]
-        parts = self._fp(names, x[at[0]]), self._int8(names, x[at[1]])
-        return [a.new_empty(len(x), a.shape[-1]).index_copy_(0, at[0], a).index_copy_(0, at[1], b) for a, b in zip(*parts)]
-    def _fp(self, names, x):
-        out = [self.matrices.fp(self.layer, n)(x) for n in names]
-        return out if self.core is None else [self.core.in_block(self.index, n, 2, x, y) for n, y in zip(names, out)]
-    def _int8(self, names, x):
+        "Run each group of rows and put the rows together."
+        if self.groups[0][1] is None: return run(self.groups[0][0], *inputs)
+        parts = [run(state, *(x[at] for x in inputs)) for state, at in self.groups]
+        (_, a), (_, b) = self.groups
+        return [y.new_empty(len(a) + len(b), y.shape[-1]).index_copy_(0, a, y).index_copy_(0, b, z) for y, z in zip(*parts)]
+    def products(self, names: tuple, state: int, x: Tensor) -> list[Tensor]: # of projections that read the same x
+        if state == 2:
+            out = [self.matrices.fp(self.layer, n)(x) for n in names]
+            return out if self.core is None else [self.core.in_block(self.index, n, 2, x, y) for n, y in zip(names, out)]
         q, scale = quantised(x)
         adapted = self.core is not None and any((self.index, n) in self.core.site for n in names)
-        x_hat = q * scale if adapted else None
         out = [self.matrices.int8[n].product(q, scale, x.dtype) for n in names]
+        x_hat = q * scale if adapted else None
         return [self.core.in_block(self.index, n, 1, x_hat, y) for n, y in zip(names, out)] if adapted else out
+    def finish(self, state: int, h: Tensor, y: Tensor) -> list[Tensor]:
+        "From attention's heads to the block's output."
+        [o] = self.products(("o_proj",), state, y)
+        r = h + o
+        gate, up = self.products(("gate_proj", "up_proj"), state, self.layer.post_attention_layernorm(r))
+        return [r + self.products(("down_proj",), state, self.layer.mlp.act_fn(gate) * up)[0]]
 
 # %% ../nbs/23b_blocks.ipynb #9ead387d
 def run_block(
@@ -166,23 +181,22 @@ def run_block(
     flat, fp, on = layer.input_layernorm(h).reshape(b * n, d), (states == 2).flatten(), states > 0
     n_fp, count = int(fp.sum()), on.sum(1)
     heads = lambda t: t.view(b, n, -1, attn.head_dim).transpose(1, 2)
-    k, v = map(heads, _Rows(layer, index, matrices, core, fp, n_fp).products(("k_proj", "v_proj"), flat))
+    everyone = _Rows(layer, index, matrices, core, fp, n_fp)
+    k, v = map(heads, everyone.each(partial(everyone.products, ("k_proj", "v_proj")), flat))
     k = rotated(k, cos, sin)
     if cache is not None: k, v = cache.update(k, v, attn.layer_idx)
     most = int(count.max())
     if not most: return h
     at, real, rows = _gathered(on, count, most)
-    all_on = rows is None
-    group = _Rows(layer, index, matrices, core, fp if all_on else fp[rows], n_fp)
-    [q] = group.products(("q_proj",), flat if all_on else flat[rows])
-    pick = (lambda t: t) if all_on else (lambda t: t.gather(1, at[..., None].expand(-1, -1, t.shape[-1])))
+    taken = (lambda x: x) if rows is None else (lambda x: x[rows])
+    group = everyone if rows is None else _Rows(layer, index, matrices, core, fp[rows], n_fp)
+    [q] = group.each(partial(group.products, ("q_proj",)), taken(flat))
+    pick = (lambda t: t) if rows is None else (lambda t: t.gather(1, at[..., None].expand(-1, -1, t.shape[-1])))
     q = rotated(_spread(q, real, b, most).view(b, most, -1, attn.head_dim).transpose(1, 2), pick(cos), pick(sin))
     y = attend(q, k, v, at + k.shape[2] - n, None if attended is None else attended[:, -k.shape[2]:], attn.scaling, window_of(attn)) # a sliding cache keeps the last keys alone
     y = y.transpose(1, 2).reshape(b, most, -1)
-    y = y.flatten(0, 1) if real is None else y[real]
-    out = h.reshape(b * n, d)
-    done = _finish(layer, group, out if all_on else out[rows], y)
-    return (done if all_on else out.index_copy(0, rows, done)).view(b, n, d)
+    [done] = group.each(group.finish, taken(h.reshape(b * n, d)), y.flatten(0, 1) if real is None else y[real])
+    return (done if rows is None else h.reshape(b * n, d).index_copy(0, rows, done)).view(b, n, d)
 
 # %% ../nbs/23b_blocks.ipynb #7f0482ae
 def _gathered(on, count, most):
@@ -198,14 +212,6 @@ def _gathered(on, count, most):
 def _spread(q, real, b, most): # (rows, d) → (b, most, d)
     if real is None: return q.view(b, most, -1)
     return q.new_zeros(b, most, q.shape[-1]).masked_scatter(real[..., None], q)
-
-def _finish(layer, group, h, y):
-    "From attention's heads to the block's output, for a set of rows."
-    [o] = group.products(("o_proj",), y)
-    r = h + o
-    gate, up = group.products(("gate_proj", "up_proj"), layer.post_attention_layernorm(r))
-    [down] = group.products(("down_proj",), layer.mlp.act_fn(gate) * up)
-    return r + down
 
 # %% ../nbs/23b_blocks.ipynb #4495bea8
 def chosen(

@@ -48,6 +48,11 @@ class FactorisedController(nn.Module):
         layer: int,
     ) -> Tensor: # (..., 1)
         return (tokens @ torch.sigmoid(self.layer[layer].to(tokens.dtype)) / len(self.token))[..., None]
+    def of_layers(self,
+        tokens: Tensor, # (..., k)
+        layers: list[int],
+    ) -> Tensor: # (..., layers, 1), in one product
+        return (tokens @ torch.sigmoid(self.layer[layers].to(tokens.dtype)).T / len(self.token))[..., None]
     def multiply_adds(self, n_inputs: int = 1) -> int: # of one token whose hidden state is read so many times
         return self.token.numel() * n_inputs + self.layer.numel()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .controller import rms_normed
 from .energy import DATASHEET_COST, check_costs, expected_cost
 from .gate_costs import GateCosts, direction_costs
-from .gates import draw, harden
+from .gates import draw
 
 # %% ../nbs/23_directions.ipynb #096a240e
 def fake_int8(
@@ -24,7 +24,7 @@ def fake_int8(
     "Rounded to eight bits, straight through; a row of zeros stays zero."
     plain = x.detach()
     scale = (plain.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    rounded = torch.round(plain / scale) * scale
+    rounded = (plain / scale).round_().mul_(scale)
     return x + (rounded - plain) if torch.is_grad_enabled() and x.requires_grad else rounded
 
 # %% ../nbs/23_directions.ipynb #345ee59c
@@ -100,6 +100,7 @@ class GatedDirections(nn.Module):
         return super().train(mode)
     @property
     def layers(self) -> tuple: return self.places.layers # blocks with gates, ascending
+    uses_masks = True # does `act` ask which units are open?
     @property
     def has_int8(self) -> bool: return bool(self.gate.allowed_states[1])
 
@@ -161,7 +162,11 @@ def _logits(self, tokens: Tensor, row: int) -> Tensor: # (b, n, units, 3)
     p = self.controller.of_layer(tokens, row)
     return self.gate.of_layer(p.tile(self.places.n_slots) if p.shape[-1] == self.rank else p, row)
 
-GatedDirections.logits = _logits
+def _stage_logits(self, tokens: Tensor, rows: tuple) -> Tensor: # (b, n, rows · units, 3)
+    "The same of several rows."
+    return torch.cat([self.logits(tokens, r) for r in rows], -2)
+
+GatedDirections.logits, GatedDirections.stage_logits = _logits, _stage_logits
 GatedDirections.spend, GatedDirections.shares, GatedDirections.by_site, GatedDirections.whole, GatedDirections.stages, GatedDirections.gate_table = _spend, _shares, _by_site, _whole, _stages, _gate_table
 
 # %% ../nbs/23_directions.ipynb #99208ba0
@@ -178,7 +183,7 @@ class TokenGates:
     ):
         self.core, self.attended, self.counts, self.keys, self.headed, self.visible, self.buckets = core, attended, counts, keys, headed, visible, buckets
         self.with_grad = torch.is_grad_enabled()
-        self.states, self.open, self.spent, self.shares, self._tokens, self._bounded = {}, {}, {}, {}, None, {}
+        self.states, self.open, self.hard, self.spent, self.shares, self._tokens = {}, {}, {}, {}, {}, None
     def enter(self,
         layer: int, # number of a block
         h: Tensor, # (b, n, d) its input
@@ -189,12 +194,16 @@ class TokenGates:
             tokens = self._read(layer, h)
             if layer not in core.layers: return
             row = core.layers.index(layer)
-            if core.training or self.buckets is None:
+            if core.training:
                 logits = core.logits(tokens, row)
-                states = draw(logits, core.temperature) if core.training else harden(logits)
-            else: states = self._within(tokens, row)
-            self.states[layer], self.open[layer] = states, self._open(states)
-            if row not in self.spent and (core.training or self.counts): self._count(row, logits.softmax(-1) if core.training else states)
+                states, weights = draw(logits, core.temperature), logits.softmax(-1)
+            else:
+                if row not in self.hard: self._decide(tokens, row)
+                if not (core.uses_masks or self.counts or self.with_grad): return
+                states = weights = nn.functional.one_hot(self.hard[row], 3).float()
+            self.states[layer] = states
+            if core.uses_masks: self.open[layer] = self._open(states)
+            if row not in self.spent and (core.training or self.counts): self._count(row, weights)
     def _read(self, layer, h):
         "The controller's view of the tokens at a layer; None where it reads nothing."
         seen = lambda: self.core.controller.tokens(rms_normed(h) if self.core.normalise else h.float())
@@ -214,18 +223,17 @@ def _open(self, states):
     masks = states[..., 2] if self.core.gate.allowed_states[2] else None, states[..., 1] if self.core.has_int8 else None
     return masks if states.requires_grad or states.is_cuda else tuple(m if m is not None and bool(m.any()) else None for m in masks)
 
-def _within(self, tokens, row):
-    "The states of a row, lowered until its stage fits into its bucket."
-    if row not in self._bounded:
-        stage, rows = next((i, rows) for i, rows in enumerate(self.core.stages()) if row in rows)
-        logits = torch.cat([self.core.logits(tokens, r) for r in rows], -2) # (b, n, gates, 3)
+def _decide(self, tokens, row):
+    "The likeliest states of all rows of a row's stage, where there are buckets lowered until they fit."
+    stage, rows = next((i, rows) for i, rows in enumerate(self.core.stages()) if row in rows)
+    logits = self.core.stage_logits(tokens, rows) # (b, n, gates, 3)
+    states = logits.argmax(-1)
+    if self.buckets is not None:
         headed = torch.ones_like(self.keys, dtype=torch.bool) if self.headed is None else self.headed
-        states = self.buckets[stage].spend(logits.argmax(-1), logits - logits[..., :1], self.keys, headed, self.attended)
-        parts = nn.functional.one_hot(states, 3).to(logits.dtype).split(logits.shape[-2] // len(rows), -2)
-        self._bounded |= dict(zip(rows, parts))
-    return self._bounded[row]
+        states = self.buckets[stage].spend(states, logits - logits[..., :1], self.keys, headed, self.attended)
+    self.hard |= dict(zip(rows, states.split(states.shape[-1] // len(rows), -1)))
 
-TokenGates._open, TokenGates._within = _open, _within
+TokenGates._open, TokenGates._decide = _open, _decide
 
 # %% ../nbs/23_directions.ipynb #0ec36562
 def _count(self, row, weights):

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['BENCHMARKS', 'ITSELF', 'HOLDS', 'FAILS', 'CANNOT', 'MARGINS', 'LESS', 'MASKS', 'ALONG', 'X_LABELS', 'FOUNDING',
-           'TOLERANCE', 'EnergyEvidence', 'read_energy_evidence', 'made_up_energy', 'ruled', 'interval_of', 'shared',
-           'margin_of', 'time_ratio', 'Duel', 'duel', 'cheapest_as_good', 'duels', 'verdict_table', 'verdict_told',
-           'mask_at', 'equal_energy', 'equal_energy_table', 'curve_of', 'pareto_points', 'pareto_table', 'pareto_curve',
-           'main_method', 'scores_and_savings', 'latencies', 'controller_numbers', 'controllers', 'bound_kept',
-           'overshoot', 'bounds', 'lines', 'growth', 'deciding', 'targets', 'energy_findings', 'energy_claims_table',
-           'width_table', 'widths_told', 'main']
+           'TOLERANCE', 'MIXES', 'EnergyEvidence', 'read_energy_evidence', 'made_up_energy', 'ruled', 'interval_of',
+           'shared', 'margin_of', 'time_ratio', 'Duel', 'duel', 'cheapest_as_good', 'duels', 'verdict_table',
+           'verdict_told', 'curve_of', 'settings_of', 'mask_at', 'equal_energy', 'equal_energy_table', 'pareto_points',
+           'pareto_table', 'pareto_curve', 'main_method', 'scores_and_savings', 'latencies', 'controller_numbers',
+           'controllers', 'bound_kept', 'overshoot', 'bounds', 'lines', 'growth', 'deciding', 'targets',
+           'energy_findings', 'energy_claims_table', 'width_table', 'widths_told', 'main']
 
 # %% ../nbs/45f_energy_claims.ipynb #75a51f8b
 import json
@@ -43,12 +43,19 @@ class EnergyEvidence:
     def named(self, adapter: str, scope: str = "blocks") -> list[str]:
         "The methods whose runs are of this adapter."
         return [m for m, runs in getattr(self, scope).items() if next(iter(runs.values()))["config"]["adapter"] == adapter]
+    def is_part(self, method: str) -> bool:
+        "Whether a method over blocks is proposed or a rival, and no ablation."
+        return run_role(next(iter(self.blocks[method].values()))) != "ablation"
+    def proposed(self) -> list[str]:
+        "The settings of HEST over blocks that are no ablations."
+        return [m for m in self.named("hest") if self.is_part(m)]
     def command(self, *names, scope: str = "blocks") -> str:
         "What makes the runs of these methods; of none, the grid that would."
         there = dict.fromkeys(r["command"] for n in names for r in getattr(self, scope).get(n, {}).values() if "command" in r)
         return "; ".join(there) or f"python bench/grid.py bench/grids/{self.grids[scope == 'blocks']}.yaml"
     def bench(self, name: str) -> str: return self.measured.get(name, {}).get("command", f"python bench/{name}.py")
 
+# %% ../nbs/45f_energy_claims.ipynb #2fbe0bd3
 def _same_run(record):
     c = record["config"]
     return json.dumps([c["adapter"], c.get("preset"), c.get("adapter_config"), c.get("training"), c.get("seed"), c.get("order_seed")], sort_keys=True)
@@ -57,7 +64,7 @@ def read_energy_evidence(
     folder: str | Path = "records", # of all committed records
     directions: str = "cnndm", # folder in it
     blocks: tuple = ("cnndm_blocks", "cnndm_pareto"), # folders in it; a run that is in several is taken from the first
-    hest: str = "", # method of the verdict; empty: the proposed HEST with the most pairs
+    hest: str = "", # method of the verdict; empty: the proposed HEST with the most pairs, of equals with the fewest settings
 ) -> EnergyEvidence:
     "Everything the claims need, as far as it is there."
     folder = Path(folder)
@@ -68,8 +75,7 @@ def read_energy_evidence(
     found = [by_pair(rs) if rs else {} for rs in (of(directions), list(runs.values()))]
     e = EnergyEvidence(*found, hest, {b: read(folder / f"{b}.json") for b in BENCHMARKS if (folder / f"{b}.json").is_file()}, (directions, *blocks))
     if hest and hest not in e.blocks: raise ValueError(f"no runs of {hest!r} in {', '.join(blocks)}; of HEST there are: {'; '.join(e.named('hest')) or 'none'}")
-    proposed = [m for m in e.named("hest") if run_role(next(iter(e.blocks[m].values()))) == "proposed"]
-    e.hest = hest or max(proposed, key=lambda m: len(e.blocks[m]), default="")
+    e.hest = hest or max(e.proposed(), key=lambda m: (len(e.blocks[m]), -m.count(",")), default="")
     return e
 
 # %% ../nbs/45f_energy_claims.ipynb #0585d327
@@ -256,6 +262,24 @@ def verdict_told(
 def _width(e): return e.measured.get("answer_time", {}).get("width", "?")
 
 # %% ../nbs/45f_energy_claims.ipynb #9356d05a
+ALONG = ("e_max", "target", "l1") # parameters that move a method along its curve
+
+def curve_of(
+    method: str, # its name
+) -> str: # the name without the parameters along a curve
+    "The curve that a method is a point of; a target below the bound makes one of its own."
+    named = {p: p.removeprefix("adapter_config.").split(" ")[0] for p in method.split(", ")}
+    return ", ".join([p for p, n in named.items() if n not in ALONG] + ["by target"] * ("target" in named.values()))
+
+def settings_of(
+    e: EnergyEvidence,
+    mask: str, # adapter
+) -> list[str]: # methods
+    "The settings of a mask that differ in the budget alone: its curve with the most of them, and uniform int8 at its end."
+    curves = [curve_of(m) for m in e.named(mask)]
+    return [m for m in e.named(mask) if curve_of(m) == max(curves, key=curves.count)] + e.named("int8")[:1]
+
+# %% ../nbs/45f_energy_claims.ipynb #77421e52
 def mask_at(
     points: list[tuple[float, float]], # (energy, score) of a mask's settings in one pair
     energy: float,
@@ -270,7 +294,7 @@ def equal_energy(
     mask: str, # adapter
 ) -> tuple[np.ndarray, np.ndarray]: # our score and the mask's at our energy, of each pair in which they can be compared
     "Scores at one energy within pairs."
-    names, runs = [*e.named(mask), *e.named("int8")], e.blocks.get(ours, {})
+    names, runs = settings_of(e, mask), e.blocks.get(ours, {})
     score = score_of(list(runs.values())) if runs else ""
     of = lambda r: (r["summary"]["energy_share"], r["summary"][score])
     found = []
@@ -284,7 +308,7 @@ def equal_energy_table(
 ) -> Table: # a row for each setting of HEST and each mask
     "HEST less a mask of the same energy, within pairs, with Holm's correction over the rows."
     rows = []
-    for m in sorted(e.named("hest"), key=lambda m: _mean(e.blocks[m], "energy_share")):
+    for m in sorted(e.proposed(), key=lambda m: _mean(e.blocks[m], "energy_share")):
         for mask in MASKS:
             a, b = equal_energy(e, m, mask)
             if not len(a): continue
@@ -295,22 +319,16 @@ def equal_energy_table(
 
 def _mean(runs, key): return float(np.mean([r["summary"][key] for r in runs.values()]))
 
-# %% ../nbs/45f_energy_claims.ipynb #6b1bd6f9
-ALONG = ("e_max", "target", "l1") # parameters that move a method along its curve
-
-def curve_of(
-    method: str, # its name
-) -> str: # the name without the parameters along a curve
-    "The curve that a method is a point of."
-    return ", ".join(p for p in method.split(", ") if p.removeprefix("adapter_config.").split(" ")[0] not in ALONG)
-
+# %% ../nbs/45f_energy_claims.ipynb #d5790766
 def pareto_points(
     e: EnergyEvidence,
     x: str = "energy_share", # or time: measured, of an answer at batch 1 over the bare backbone in fp32; time 8: at batch 8
+    ablations: bool = False, # with those, too
 ) -> list[dict]: # curve, method, n, x, and the score with its interval
     "A point a method, along each curve from the cheapest on; those without an x are left out."
     out = []
     for m, runs in e.blocks.items():
+        if not ablations and not e.is_part(m): continue
         score = score_of(list(runs.values()))
         y = [r["summary"][score] for r in runs.values()]
         if x == "energy_share": where = (_mean(runs, x), *bca_interval([r["summary"][x] for r in runs.values()]))
@@ -323,10 +341,10 @@ def pareto_table(
 ) -> Table: # a row a method, by curve
     "Every setting with its score, its energy, its measured time and whether it keeps the margin to uniform int8."
     int8, rows = next(iter(e.named("int8")), ""), []
-    for p in pareto_points(e):
+    for p in pareto_points(e, ablations=True):
         d, one, many = duel(e, p["method"], int8), time_ratio(e, p["method"], "fp32"), time_ratio(e, p["method"], "fp32", 8)
         keeps = None if p["method"] == int8 or d is None else d.as_good
-        rows.append([p["curve"], p["method"].removeprefix(p["curve"]).strip(", ") or "–", p["n"], p["x"], p["score"], p["low"], p["high"], d and d.difference[0], keeps, one and one[0], many and many[0]])
+        rows.append([p["curve"], ", ".join(x for x in p["method"].split(", ") if x not in p["curve"].split(", ")) or "–", p["n"], p["x"], p["score"], p["low"], p["high"], d and d.difference[0], keeps, one and one[0], many and many[0]])
     return Table("Settings over n pairs; energy modelled, end to end; time of an answer over the bare backbone's in fp32", ["method", "setting", "n", "energy share", "ROUGE-L", "95 % from", "to", "less int8's", "keeps the margin", "time, batch 1", "time, batch 8"], rows)
 
 # %% ../nbs/45f_energy_claims.ipynb #0df6fd94
@@ -340,10 +358,11 @@ def pareto_curve(
     "ROUGE-L against energy or measured time: a curve a method, bands and bars are intervals over pairs. ValueError where nothing has that x."
     points = pareto_points(e, x)
     if not points: raise ValueError(f"no run has {x!r}: run {e.bench('answer_time') if x != 'energy_share' else e.command()}")
-    figure, ((axes,),) = new_figure(7.6, 5.2)
+    names = list(dict.fromkeys(p["curve"] for p in points))
+    figure, ((axes,),) = new_figure(7.6, 4.6 + .18 * -(-len(names) // 2))
     plain_axes(axes)
     axes.grid(axis="both", color="#e3e6ea", linewidth=.6)
-    for (color, marker, style), name in zip(_LOOKS * len(points), dict.fromkeys(p["curve"] for p in points)):
+    for (color, marker, style), name in zip(_LOOKS * len(names), names):
         of = [p for p in points if p["curve"] == name]
         at, y, low, high = (np.array([p[k] for p in of]) for k in ("x", "score", "low", "high"))
         axes.plot(at, y, color=color, marker=marker, markersize=5, linestyle=style if len(of) > 1 else "none", linewidth=1.4, label=f"{name} (n = {min(p['n'] for p in of)})")
@@ -352,7 +371,7 @@ def pareto_curve(
         else: axes.errorbar(at, y, [y - low, high - y], color=color, linewidth=1, capsize=3)
         for a, b in zip(at, y): axes.annotate(f"{b:.2f}", (a, b), (0, 6), textcoords="offset points", ha="center", fontsize=6.5, color=color)
     if x != "energy_share": axes.axvline(1., color="black", linewidth=.7, linestyle=":")
-    axes.set_xlim(left=0); axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0); axes.set_ylim(0, 1.08 * max(p["score"] for p in points))
     axes.set_xlabel(X_LABELS[x], fontsize=9); axes.set_ylabel("ROUGE-L (share of 1, mean over pairs)", fontsize=9)
     figure.legend(loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
     return Chart(f"pareto_{x.replace(' ', '_')}", figure)
@@ -366,7 +385,7 @@ def main_method(
     "The method of an adapter that is compared: of HEST over blocks that of the verdict; else the one with the most pairs, of equals the one with the fewest settings."
     if adapter == "hest" and scope == "blocks": return e.hest
     runs = getattr(e, scope)
-    return min(e.named(adapter, scope), key=lambda m: (run_role(next(iter(runs[m].values()))) == "ablation", -len(runs[m]), m.count(","), "published" in m), default="")
+    return min(e.named(adapter, scope), key=lambda m: (run_role(next(iter(runs[m].values()))) == "ablation", -len(runs[m]), "published" in m, m.count(",")), default="")
 
 def _finding(e, part, claim, names, scope="blocks", **more):
     return Finding(part, claim, CANNOT, command=e.command(*names, scope=scope), **more)
@@ -541,28 +560,32 @@ def energy_claims_table(
     return Table(title, ["part", "claim", "verdict", "figure", "95 %", "n", "how, and what else was seen", "command"], rows)
 
 # %% ../nbs/45f_energy_claims.ipynb #b451b149
+MIXES = ("hest 20/80", "hest 40/60", "random 20/80", "depth 20/80", "depth 40/60") # share of tokens' blocks off / in int8
+
+def _setting(row): return f"{'d = ' if str(row['backbone']).isdigit() else ''}{row['backbone']}, {row['phase']} {row['n_tokens']:,}, batch {row['batch_size']}"
+
 def width_table(
     record: dict, # of bench/block_speed.py
-    variants: tuple = ("hest 20/80", "hest 40/60", "random 20/80", "depth 20/80", "depth 40/60"), # share of tokens' blocks off / in int8
-) -> Table: # a row a backbone, phase, batch size and variant
+    variants: tuple = MIXES,
+) -> Table: # a row a backbone, phase and batch size; a column a variant
     "Measured time over uniform int8, by width: where skipping pays."
-    rows = []
+    shown = lambda x: f"{x['median']:.2f} [{x['low']:.2f}, {x['high']:.2f}]"
+    there, rows = [v for v in variants if any(v == x["variant"] for r in record["rows"] for x in r["variants"])], []
     for r in record["rows"]:
         of = {v["variant"]: v for v in r["variants"]}
-        for v in (of[n] for n in variants if n in of):
-            x = v["of_int8"]
-            rows.append([str(r["backbone"]), r["phase"], r["batch_size"], r["n_tokens"], of["int8"]["of_fp32"]["median"], v["variant"], x["median"], x["low"], x["high"], v.get("controller_share"), v.get("bucket_share"), ruled(x["low"], x["high"], LESS)])
-    return Table(f"Measured time of a pass, n = {min(r['rounds'] for r in record['rows'])} rounds and more ({record['command']}, {record['device']})", ["backbone", "phase", "batch size", "tokens", "int8 of fp32", "off/int8", "of int8's time", "95 % from", "to", "controller's share", "bucket's", "10 % less"], rows)
+        rows.append([_setting(r), r["rounds"], of["int8"]["of_fp32"]["median"], *(shown(of[v]["of_int8"]) if v in of else None for v in there)])
+    return Table(f"Measured time of a pass over that of uniform int8, by shares of off/int8: median over n rounds and 95 % interval ({record['command']}, {record['device']})", ["setting", "n", "int8 over fp32", *there], rows)
 
 def widths_told(
     record: dict, # of bench/block_speed.py
+    variants: tuple = MIXES,
 ) -> str: # Markdown
-    "In how many settings, and from which width on, a mix by a controller takes at least 10 % less time than uniform int8, and one by depth."
-    rows, took, out = width_table(record).records(), "of int8's time", []
-    for name in dict.fromkeys(r["off/int8"] for r in rows):
-        of = [r for r in rows if r["off/int8"] == name]
-        pays = [f"{'d = ' if r['backbone'].isdigit() else ''}{r['backbone']}, {r['phase']} {r['tokens']}, batch {r['batch size']} ({r[took]:.2f})" for r in of if r["10 % less"] == HOLDS]
-        out.append(f"* {name}: at least 10 % less in {len(pays)} of {len(of)} settings" + (f": {'; '.join(pays)}" if pays else "") + ".")
+    "In which settings a mix takes at least 10 % less time than uniform int8, the whole interval below .9."
+    out = []
+    for name in variants:
+        found = [(_setting(r), v["of_int8"]) for r in record["rows"] for v in r["variants"] if v["variant"] == name]
+        pays = [f"{setting} ({x['median']:.2f})" for setting, x in found if ruled(x["low"], x["high"], LESS) == HOLDS]
+        if found: out.append(f"* {name}: at least 10 % less in {len(pays)} of {len(found)} settings" + (f": {'; '.join(pays)}" if pays else "") + ".")
     return "\n".join(out)
 
 # %% ../nbs/45f_energy_claims.ipynb #a80a7a13

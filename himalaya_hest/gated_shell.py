@@ -21,6 +21,7 @@ from peft import TaskType # with Optional and Union: named by PeftConfig's annot
 from peft.utils.integrations import dequantize_module_weight
 from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
+from transformers import StaticCache
 
 from .blocks import BlockMatrices, GatedBlocks, run_block, train_block
 from .bucket_cache import BudgetedCache, budgeted
@@ -184,18 +185,17 @@ class BlockForward:
         gates = next((g for g in passed.values() if isinstance(g.core, GatedBlocks)), None)
         if gates is None or gates.core.ungated.get(self.index) == 2: return self.plain(hidden_states, *args, **kwargs)
         kwargs.pop(KWARG, None)
-        states = self._states(gates, hidden_states)
-        more = kwargs["position_embeddings"], gates.visible
-        if torch.is_grad_enabled(): return self._with_graph(gates.core, hidden_states, states, *more, kwargs.get("past_key_values"))
-        if bool((states[..., 2] == 1).all()): return self.plain(hidden_states, *args, **kwargs)
-        return run_block(self.block, self.index, self.matrices, gates.core, hidden_states, states.argmax(-1), *more, kwargs.get("past_key_values"))
+        fixed, more = gates.core.ungated.get(self.index), (kwargs["position_embeddings"], gates.visible, kwargs.get("past_key_values"))
+        if torch.is_grad_enabled(): return self._with_graph(gates.core, hidden_states, self._one_hot(gates, fixed, hidden_states), *more)
+        states = gates.hard[gates.core.layers.index(self.index)][..., 0] if fixed is None else torch.full(hidden_states.shape[:2], fixed, device=hidden_states.device)
+        if gates.core.gate.allowed_states[2] and bool((states == 2).all()): return self.plain(hidden_states, *args, **kwargs)
+        return run_block(self.block, self.index, self.matrices, gates.core, hidden_states, states, *more)
     def _with_graph(self, core, h, states, *more):
         block = self.block
         run = partial(train_block, block, self.index, self.matrices, core)
         if block.training and block.gradient_checkpointing and type(block).__call__ is nn.Module.__call__: return block._gradient_checkpointing_func(run, h, states, *more[:-1]) # where transformers checkpoints the forward that this one replaces; it drops the cache
         return run(h, states, *more)
-    def _states(self, gates, h): # (b, n, 3) one-hot
-        fixed = gates.core.ungated.get(self.index)
+    def _one_hot(self, gates, fixed, h): # (b, n, 3)
         if fixed is None: return gates.states[self.index][..., 0, :]
         return nn.functional.one_hot(torch.full(h.shape[:2], fixed, device=h.device), 3).float()
 
@@ -238,7 +238,7 @@ def tokens_of(
     counts = tuner._recorder is not None or _ASKED.get() is not None
     if given is None: return {n: TokenGates(tuner.cores[n], counts=counts) for n in names}
     b, n, past = *given.shape[:2], 0 if cache is None else cache.get_seq_length()
-    if any(isinstance(tuner.cores[name], GatedBlocks) for name in names): check_call(names, mask, named.get("position_ids"), past)
+    if any(isinstance(tuner.cores[name], GatedBlocks) for name in names): check_call(names, mask, named.get("position_ids"), cache)
     visible = mask.bool() if torch.is_tensor(mask) and mask.dim() == 2 else None
     seen = (past + torch.arange(1, n + 1, device=given.device)).expand(b, n) if visible is None else visible.cumsum(1)[:, -n:].clamp(min=1)
     keep = named.get("logits_to_keep", 0)
@@ -247,8 +247,10 @@ def tokens_of(
     padded = visible is not None and not bool(visible.all())
     return {name: TokenGates(tuner.cores[name], attended, counts, seen, headed, visible if padded else None) for name in names}
 
-def check_call(names, mask, position_ids, past) -> None:
+def check_call(names, mask, position_ids, cache) -> None:
     "`ValueError` for calls that scope `blocks` cannot run."
+    past = 0 if cache is None else cache.get_seq_length()
+    if isinstance(cache, StaticCache): raise ValueError("scope 'blocks' asks a cache how many keys it has, and a StaticCache gives all of its slots; use a DynamicCache")
     if len(names) > 1: raise ValueError(f"adapters {', '.join(names)} are active together, and one of them gates blocks, which have one state a token; activate one alone")
     if mask is not None and (not torch.is_tensor(mask) or mask.dim() != 2): raise ValueError("scope 'blocks' builds its own causal mask; give an attention_mask of shape (rows, keys), or none")
     if mask is None and position_ids is not None and not past and bool((position_ids.diff(dim=-1) != 1).any()): raise ValueError("position_ids start anew within a row: packed sequences would see one another in scope 'blocks'; give one sequence a row")
