@@ -117,7 +117,7 @@ def interval_of(
     values, # (n,) one a pair
 ) -> tuple[float, float, float]: # mean, and its BCa interval: nan with fewer than ten pairs
     "Mean and interval over pairs, where there are enough for a verdict."
-    return float(np.mean(values)), *(bca_interval(values) if len(values) >= MAIN_PAIRS else (math.nan, math.nan))
+    return float(np.mean(values)), *(bca_interval(np.round(values, 12)) if len(values) >= MAIN_PAIRS else (math.nan, math.nan)) # ratios that are equal but for the last digit
 
 def shared(
     ours: dict, # (seed, order_seed) → record
@@ -331,7 +331,7 @@ def pareto_points(
         if not ablations and not e.is_part(m): continue
         score = score_of(list(runs.values()))
         y = [r["summary"][score] for r in runs.values()]
-        if x == "energy_share": where = (_mean(runs, x), *bca_interval([r["summary"][x] for r in runs.values()]))
+        if x == "energy_share": where = (_mean(runs, x), *bca_interval(np.round([r["summary"][x] for r in runs.values()], 12)))
         elif (where := time_ratio(e, m, "fp32", 8 if x.endswith("8") else 1)) is None: continue
         out.append(dict(curve=curve_of(m), method=m, n=len(y), x=where[0], x_low=where[1], x_high=where[2], score=float(np.mean(y)), **dict(zip(("low", "high"), bca_interval(y)))))
     return sorted(out, key=lambda p: (p["curve"], p["x"]))
