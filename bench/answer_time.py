@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python bench/answer_time.py bench/grids/cnndm_pareto.yaml bench/grids/cnndm_blocks.yaml
     OMP_NUM_THREADS=1 python bench/answer_time.py bench/grids/cnndm_blocks.yaml --results-dir runs/grid --prompts 4 --rounds 2 --out /tmp/answer_time.json
 
-The runs of pair 0 are taken from --results-dir, where bench/grid.py left them: the adapter of each is loaded onto the run's backbone. Prompts are test rows of the study's task. At batch 1 each prompt is a request, at batch 8 that many of like length with padding; every request is answered with the same number of new tokens, whatever the model would say,
+The runs of pair 0, ablations left out, are taken from --results-dir, where bench/grid.py left them: the adapter of each is loaded onto the run's backbone. Prompts are test rows of the study's task. At batch 1 each prompt is a request, at batch 8 that many of like length with padding; every request is answered with the same number of new tokens, whatever the model would say,
 by the code with which runs measure their latency (energy_evaluation.latencies_ms): prefill is the time until the first pass has ended, decoding what the other passes take, and the rest of an answer is choosing tokens.
 
 Before time is taken each adapter answers its prompts as in its run; `answers_equal` is the share of answers that are the run's own, to the letter. Int8 products are calibrated and weights rounded by then. All methods are visited in turns, in a new order each round, each with a request that is not timed before its own. Time is process time.
@@ -35,11 +35,12 @@ from himalaya_hest.registry import Adapter
 
 
 def runs_of(grids, results_dir):
-    "{run_id: (config, record)} of the first pair, each run once; those that were not run are named."
+    "{run_id: (config, record)} of the first pair, each run once, without ablations; those that were not run are named."
     found, missing = {}, []
     for grid in grids:
         for parameters in combinations(yaml.safe_load(grid.read_text(encoding="utf-8")), 1):
             config = resolve(parameters | dict(results_dir=str(results_dir)))
+            if config.role == "ablation": continue
             path = Path(results_dir) / config.run_id
             if not (path / "record.json").is_file() or not (path / "adapter").is_dir(): missing.append(config.run_id); continue
             found.setdefault(config.run_id, (config, json.loads((path / "record.json").read_text(encoding="utf-8"))))
