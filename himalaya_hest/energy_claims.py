@@ -8,7 +8,7 @@ __all__ = ['BENCHMARKS', 'ITSELF', 'HOLDS', 'FAILS', 'CANNOT', 'MARGINS', 'LESS'
            'shared', 'margin_of', 'time_ratio', 'Duel', 'duel', 'cheapest_as_good', 'duels', 'verdict_table',
            'verdict_told', 'curve_of', 'settings_of', 'mask_at', 'equal_energy', 'equal_energy_table', 'pareto_points',
            'pareto_table', 'pareto_curve', 'main_method', 'scores_and_savings', 'latencies', 'controller_numbers',
-           'controllers', 'bound_kept', 'overshoot', 'bounds', 'lines', 'growth', 'deciding', 'targets',
+           'controllers', 'bound_kept', 'overshoot', 'bounds', 'lines', 'growth', 'deciding', 'targets', 'rooflines',
            'energy_findings', 'energy_claims_table', 'width_table', 'widths_told', 'main']
 
 # %% ../nbs/45f_energy_claims.ipynb #75a51f8b
@@ -30,7 +30,7 @@ from .report import DARK, MIDDLE, Chart, new_figure, plain_axes
 from .standings import MAIN_PAIRS
 
 # %% ../nbs/45f_energy_claims.ipynb #1c02d79b
-BENCHMARKS = ("answer_time", "controller_share", "block_speed", "energy_claims")
+BENCHMARKS = ("answer_time", "controller_share", "block_speed", "energy_claims", "gpu_blocks_*")
 
 @dataclass
 class EnergyEvidence:
@@ -73,7 +73,7 @@ def read_energy_evidence(
     runs = {}
     for r in (r for b in blocks for r in of(b)): runs.setdefault(_same_run(r), r)
     found = [by_pair(rs) if rs else {} for rs in (of(directions), list(runs.values()))]
-    e = EnergyEvidence(*found, hest, {b: read(folder / f"{b}.json") for b in BENCHMARKS if (folder / f"{b}.json").is_file()}, (directions, *blocks))
+    e = EnergyEvidence(*found, hest, {p.stem: read(p) for b in BENCHMARKS for p in sorted(folder.glob(f"{b}.json"))}, (directions, *blocks))
     if hest and hest not in e.blocks: raise ValueError(f"no runs of {hest!r} in {', '.join(blocks)}; of HEST there are: {'; '.join(e.named('hest')) or 'none'}")
     e.hest = hest or max(e.proposed(), key=lambda m: (len(e.blocks[m]), -m.count(",")), default="")
     return e
@@ -542,14 +542,27 @@ def targets(e: EnergyEvidence) -> list[Finding]:
             if t := time_ratio(e, e.hest, d.opponent, b): f.figure, f.low, f.high, f.n, f.here, f.told = *t, _rounds(e), ruled(*t[1:], LESS), f"ratio, n rounds; held to {LESS}"
     return out
 
+# %% ../nbs/45f_energy_claims.ipynb #903e8c42
+def rooflines(e: EnergyEvidence) -> list[Finding]:
+    "What a roofline expected of HEST on a GPU beside what was measured there."
+    out = []
+    for record in (r for name, r in e.measured.items() if name.startswith("gpu_blocks")):
+        for backbone, r in ((b, r) for b, part in record["backbones"].items() for r in part.get("roofline", []) if r["measured"]):
+            least, most = r["expected"]["least"] - .025, math.inf if r["expected"]["most"] is None else r["expected"]["most"] + .025
+            x = [m["time"] for m in r["measured"]]
+            kept = [least <= v <= most for v in x]
+            told = f"expected {100 * r['expected']['least']:.0f} %" + (f" to {100 * r['expected']['most']:.0f} %" if math.isfinite(most) else " or more") + f", kept within 2.5 points in {sum(kept)} of n settings; median, smallest and largest of these; wall time on {record['device']}, random weights"
+            out.append(Finding(f"8{'abcdefghij'[len(out)]}", f"{backbone}, {r['setting']}: change of time from the bare backbone in fp as a roofline expects", HOLDS if all(kept) else CANNOT if any(kept) else FAILS, figure=float(np.median(x)), low=min(x), high=max(x), n=len(x), unit="%", told=told, command=record["command"]))
+    return out or [Finding("8a", "Change of time from the bare backbone at 7B as a roofline expects", CANNOT, command="python bench/gpu_blocks.py")]
+
 def _rounds(e): return max(len(r["ms_rounds"]) for r in e.measured["answer_time"]["rows"])
 
-# %% ../nbs/45f_energy_claims.ipynb #903e8c42
+# %% ../nbs/45f_energy_claims.ipynb #b68bd594
 def energy_findings(
     e: EnergyEvidence,
 ) -> list[Finding]: # targets first
     "Every claim and target of Study 2."
-    return [*targets(e), *scores_and_savings(e), *latencies(e), *controllers(e), *bounds(e), *lines(e), *deciding(e)]
+    return [*targets(e), *scores_and_savings(e), *latencies(e), *controllers(e), *bounds(e), *lines(e), *deciding(e), *rooflines(e)]
 
 def energy_claims_table(
     found: list[Finding],
