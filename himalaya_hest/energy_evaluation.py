@@ -260,5 +260,6 @@ def _details(adapter, costs, use, measured, timed):
     if timed[1:]: out["latency_ms_batched"] = timed[1:]
     if use is None: return out
     n = np.maximum(use.n_tokens, 1)
-    return out | dict(scope_energy_share=short(costs.scope_share), gate_costs=adapter.tuner.gate_costs(),
-                      utilisation=dict(layers=use.layers, bin_width=use.bin_width, n_tokens=short(use.n_tokens, 0), cost=short(use.cost / n), states=short(use.states / n[:, None])))
+    out |= dict(scope_energy_share=short(costs.scope_share), gate_costs=adapter.tuner.gate_costs())
+    if not use.layers: return out # everything is in one state
+    return out | dict(utilisation=dict(layers=use.layers, bin_width=use.bin_width, n_tokens=short(use.n_tokens, 0), cost=short(use.cost / n), states=short(use.states / n[:, None])))

@@ -6,10 +6,11 @@
 __all__ = ['SHAPES', 'CHARACTERS_A_TOKEN', 'SAME_ROWS', 'CARDS', 'TRAINING_SHARE', 'READING_SHARE', 'CARD_BYTES', 'model_folder',
            'model_config', 'Shape', 'meta_model', 'shape_of', 'element_bytes', 'weight_bytes', 'AdapterSize',
            'adapter_size', 'TaskLoad', 'longest', 'mean', 'typical_lengths', 'sampled_lengths', 'task_loads', 'Device',
-           'devices', 'cpu_device', 'kept_activations', 'step_flops', 'dequantised_bytes', 'Backbone', 'step_seconds',
-           'batch_seconds', 'evaluations', 'all_evaluations', 'further_generations', 'evaluation_seconds',
-           'memory_parts', 'Plan', 'lenient', 'trained_loads', 'replay_bytes', 'steps_of', 'seconds', 'latency_seconds',
-           'make_plan', 'search_runs', 'plan_numbers', 'plan_text', 'read_arguments', 'main']
+           'devices', 'cpu_device', 'kept_activations', 'step_flops', 'int8_bytes', 'ways', 'dequantised_bytes',
+           'Backbone', 'step_seconds', 'batch_seconds', 'evaluations', 'all_evaluations', 'further_generations',
+           'evaluation_seconds', 'memory_parts', 'Plan', 'lenient', 'trained_loads', 'replay_bytes', 'steps_of',
+           'seconds', 'latency_seconds', 'make_plan', 'search_runs', 'plan_numbers', 'plan_text', 'read_arguments',
+           'main']
 
 # %% ../nbs/41a_plan.ipynb #1181b82d
 import json
@@ -27,7 +28,7 @@ from torch import nn
 
 import himalaya_hest.long_world # which registers the twins of the studies of energy
 from .batching import as_asked, encode_all
-from .config import RunConfig, evaluation_schedule, resolve
+from .config import RunConfig, evaluation_schedule, resolve, scope_of
 from .hub import get_source
 from .instructions import instructed
 from .lora_bank import bank_bytes
@@ -292,6 +293,17 @@ def step_flops(
     c = int(recompute)
     return b * n * ((4 + 2 * c) * shape.matrices + (12 + 4 * c) * shape.attention * shape.layers * n) + 4 * m * shape.head
 
+def int8_bytes(shape: Shape, config: RunConfig) -> int:
+    "Bytes of the blocks' copy in eight bits, where an adapter gates blocks: one a weight."
+    return shape.matrices if _gates_blocks(config) and config.adapter != "spectral" else 0
+
+def ways(config: RunConfig) -> int: # 1 or 2
+    "How often a token goes through a block in training: with three states in fp and in int8."
+    states = config.adapter_config.get("states")
+    return 2 if _gates_blocks(config) and states is not None and {"int8", "fp"} <= set(states) else 1
+
+def _gates_blocks(config): return scope_of(config.adapter, config.preset, config.adapter_config) == "blocks"
+
 def dequantised_bytes(shape: Shape, config: RunConfig) -> float:
     "Bytes that move when each 4-bit matrix is written out once and read: half a byte, and twice the two of bfloat16."
     return 4.5 * shape.matrices if config.quantisation == "nf4" else 0.
@@ -321,7 +333,7 @@ def step_seconds(
     n = n or longest(load.lengths, min(b, load.rows))
     kept = b * n * s.layers * kept_activations(s, of.adapter.inputs, of.e)
     passes, moved = 2 + c, 3 * kept + (2 + c) * (dequantised_bytes(s, of.config) or of.e * s.matrices)
-    one = s.layers * passes * device.layer_s + step_flops(s, b, n, b * mean(load.targets), c) / device.flops + moved / device.bandwidth
+    one = ways(of.config) * (s.layers * passes * device.layer_s + step_flops(s, b, n, b * mean(load.targets), c) / device.flops + moved / device.bandwidth)
     return device.step_s + t["gradient_accumulation_steps"] * one
 
 def batch_seconds(
@@ -394,7 +406,7 @@ def memory_parts(
     "Peak memory of a run, by parts."
     s, t, e = of.shape, of.config.training, of.config.evaluation
     b, B = t["per_device_train_batch_size"], e["per_device_eval_batch_size"]
-    layer = b * max_length * kept_activations(s, of.adapter.inputs, of.e)
+    layer = ways(of.config) * b * max_length * kept_activations(s, of.adapter.inputs, of.e)
     kept = layer + s.layers * b * max_length * s.width * of.e if t["gradient_checkpointing"] else s.layers * layer
     targets = b * max(t.cap for t in loads)
     logits = 12 * targets * s.head / s.width
@@ -405,7 +417,8 @@ def memory_parts(
     training = dict(activations=kept, logits=logits) if of.config.protocol != "zero_shot" else {}
     largest = training if sum(training.values()) >= cache else {"keys, values and prompts of an evaluation": cache}
     beside = max(0, of.adapter.state - 4 * of.adapter.trained)
-    return dict(weights=of.weights, adapter=of.adapter.trained * 16 + beside) | largest | dict(workspace=written + CARD_BYTES)
+    twin = {"weights in int8": n} if (n := int8_bytes(s, of.config)) else {}
+    return dict(weights=of.weights) | twin | dict(adapter=of.adapter.trained * 16 + beside) | largest | dict(workspace=written + CARD_BYTES)
 
 # %% ../nbs/41a_plan.ipynb #9a1fbade
 @dataclass

@@ -270,7 +270,7 @@ def energy_curve(
 def utilisation(
     record: dict, # a run's record with energy.utilisation
 ) -> Chart: # topic utilisation
-    "Heat map of the cost of each layer's directions over positions, in hundredths of all in fp."
+    "Heat map of the cost of each layer's directions, or of each block, over positions, in hundredths of all in fp."
     u = record["energy"]["utilisation"]
     n, cost = np.array(u["n_tokens"]), np.array(u["cost"])
     met = n > 0
@@ -281,7 +281,7 @@ def utilisation(
     axes.set_xticks(range(shown.shape[1]), [f"{a}–{a + u['bin_width'] - 1}\nn = {k:,.0f}" for a, k in zip(starts, n[:shown.shape[1]])], fontsize=7)
     axes.set_yticks(range(len(u["layers"])), [f"block {l}" for l in u["layers"]], fontsize=8)
     axes.set_xlabel("position in the row (n: tokens of all samples and beams)", fontsize=9)
-    axes.set_title(f"{record['run_id']}\ncost of the open directions in hundredths of all in fp", fontsize=9)
+    axes.set_title(f"{record['run_id']}\ncost of what is open, in hundredths of all in fp", fontsize=9)
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, shrink=.8, label="share of 1")
     return Chart("utilisation", figure)
