@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCORES', 'MEANS', 'MAXIMA', 'MEDIANS', 'SIZES', 'score_of', 'energy_table', 'expected_share', 'controller_table',
-           'settings_table']
+           'block_cost_table', 'int8_product_table', 'settings_table']
 
 # %% ../nbs/44g_energy_standings.ipynb #5e133b6e
 import json
@@ -73,6 +73,27 @@ def controller_table(
     rows = [[*k, parameters[k[:2]], *(100 * r[what] if (r := found.get((*k, n))) else None for n in lengths)] for k in keys]
     said = f"time on {record['device']}, {record['threads']} thread{'s' * (record['threads'] > 1)}" if what == "time_share" else "multiply-adds, by formula"
     return Table(f"controller and gates in per cent of a forward pass: {said} ({record['command']})", ["width", "method", "batch size", "controller parameters", *(f"{n:,} tokens" for n in lengths)], rows)
+
+# %% ../nbs/44g_energy_standings.ipynb #ec9bd199
+def block_cost_table(
+    path: Path | str, # of the record of bench/block_costs.py
+    dtype: str = "float32", # of the backbone
+) -> Table: # one row a width and setting
+    "Measured cost of a token's block in each state, as shares of fp, and the one cost of int8 that the model of energy would have to take."
+    record = json.loads(Path(path).read_text(encoding="utf-8"))
+    rows = [[r["width"], r["phase"], r["batch_size"], r["n_tokens"], r["costs_ms"]["fp"], *(r["costs_of_fp"][s] for s in ("off", "int8")), r["residual"], r["cost_int8"], r["model_residual_now"]] for r in record["rows"] if r["dtype"] == dtype]
+    return Table(f"{dtype} on {record['device']}, {record['threads']} thread{'s' * (record['threads'] > 1)} ({record['command']})", ["width", "phase", "batch size", "tokens", "fp (ms)", "off", "int8", "largest residual", "best cost of int8", f"model off by, at {record['cost_int8_now']:g}"], rows)
+
+def int8_product_table(
+    path: Path | str, # of the record of bench/int8_products.py
+    rows_shown: tuple[int, ...] = (1, 8, 128, 512),
+) -> Table: # one row a square width
+    "Time of a product in int8 with the rounding of its activations, the fastest way of it, over that in fp32 and in bf16."
+    record = json.loads(Path(path).read_text(encoding="utf-8"))
+    found = {(r["d_in"], r["n_rows"]): r["us"] for r in record["rows"] if r["d_in"] == r["d_out"]}
+    def ratio(us, of): return min(us[k][1] for k in ("int_mm + rounding", "onednn + rounding") if k in us) / us[of][1]
+    shown = [[d, *(ratio(found[d, n], of) if (d, n) in found else None for of in ("fp32", "bf16") for n in rows_shown)] for d in sorted({d for d, _ in found})]
+    return Table(f"int8 over fp32 and over bf16, {record['device']}, {record['threads']} thread{'s' * (record['threads'] > 1)} ({record['command']})", ["width", *(f"{of}, {n} rows" for of in ("of fp32", "of bf16") for n in rows_shown)], shown)
 
 # %% ../nbs/44g_energy_standings.ipynb #33f81e48
 def _value(config, path):
