@@ -421,7 +421,7 @@ def energy_asked(tuner, *args, **kwargs):
     if budget is None: asked = None
     else:
         config, ids = kwargs.get("generation_config") or getattr(tuner.model, "generation_config", None), kwargs.get("input_ids", kwargs.get("inputs", args[0] if args and torch.is_tensor(args[0]) else None))
-        if ids is None: ids = kwargs["inputs_embeds"]
+        if ids is None: ids = kwargs.get("inputs_embeds", torch.zeros(1, 1)) # generate begins with a token of its own
         of = lambda name, default=None: kwargs[name] if kwargs.get(name) is not None else getattr(config, name, None) or default
         n_new = of("max_new_tokens") or (of("max_length") and of("max_length") - ids.shape[1])
         asked = Asked(budget, len(ids), n_new, of("num_beams", 1) * of("num_return_sequences", 1) if of("num_beams", 1) == 1 else of("num_beams"))

@@ -1,0 +1,70 @@
+"""Prefixes, tokens and windows of real generations against their bounds: trained adapters of the first pair, on 200 prompts of the study.
+
+    OMP_NUM_THREADS=1 python bench/bounds.py bench/grids/cnndm.yaml bench/grids/cnndm_blocks.yaml
+    OMP_NUM_THREADS=1 python bench/bounds.py bench/grids/cnndm_blocks.yaml --prompts 8 --out /tmp/bounds.json
+
+The runs are taken from --results-dir, where bench/grid.py left them. Every gated adapter with a bucket generates greedily in padded batches, one by one, with beams, with tokens found in the prompt, and with tokens proposed by the bare backbone, under its own E_max and
+under a budget given to the call; TABS, which has no bound, generates the same inputs once, and is looked at beside the bound of the HEST of its scope. `use` is the largest share of a bound that any prefix, token or window used (bounds.bounds_used): above 1 it is broken.
+"""
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from answer_time import runs_of, trained
+from block_parts import circumstances
+from transformers.utils.logging import disable_progress_bar
+
+from himalaya_hest.bounds import bounds_used
+from himalaya_hest.config import resolve, scope_of
+from himalaya_hest.continual import ContinualRun, final_tasks, load_backbone
+from himalaya_hest.evaluation import evaluation_batches
+from himalaya_hest.pairs import method_of
+
+WAYS = {"greedy, batch 16": (16, {}), "greedy, one by one": (1, {}), "4 beams, batch 4": (4, dict(num_beams=4)), "prompt lookup": (1, dict(prompt_lookup_num_tokens=4)), "assisted": (1, {})}
+
+
+def use_of(adapter, batches, new, e_max, capacity, bounded, way):
+    "Largest use of each bound over all rows."
+    found = [bounds_used(adapter, {k: b[k] for k in ("input_ids", "attention_mask")}, e_max, capacity, bounded, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, **way) for b in batches]
+    return np.concatenate(found)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("grids", nargs="+", type=Path)
+    parser.add_argument("--results-dir", default="runs/grid", type=Path)
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--out", default="nbs/records/bounds.json")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    runs, missing = runs_of(args.grids, args.results_dir)
+    for m in missing: print(f"left out, not in {args.results_dir}: {m}")
+    first = ContinualRun(resolve(dict(study="cnndm", evaluation=dict(max_eval_rows=args.prompts))), quiet=True)
+    task, tokenizer = final_tasks(first)[0], first.tokenizer
+    assistant, rows = load_backbone("mini", dtype="float32")[0], []
+    bound = {scope_of(c.adapter, c.preset, c.adapter_config): c.e_max for c, _ in runs.values() if c.adapter == "hest"}
+    for run_id, (config, record) in runs.items():
+        scope, adapter = scope_of(config.adapter, config.preset, config.adapter_config), None
+        if config.adapter not in ("hest", "tabs") or config.preset != "default" or scope not in bound: continue
+        adapter, capacity = trained(config, args.results_dir / run_id), config.adapter_config.get("capacity", 4.)
+        for name, (batch, way) in WAYS.items():
+            if config.adapter == "tabs" and name != "greedy, batch 16": continue
+            n = args.prompts if batch > 1 else max(1, args.prompts // 4)
+            batches = evaluation_batches([task], batch, tokenizer, {(0, j) for j in range(n)})
+            way = way | (dict(assistant_model=assistant) if name == "assisted" else {})
+            for given in (False, True) if config.adapter == "hest" else (False,):
+                e_max = bound[scope] if not given else dict(blocks=.4, directions=.05)[scope] # tight, so that much is lowered
+                use = use_of(adapter, batches, args.new_tokens, e_max, capacity, given, way)
+                rows.append(dict(method=method_of(record), run_id=run_id, scope=scope, way=name, given_to_the_call=given, bounded=config.adapter == "hest", e_max=e_max, n_rows=len(use), use=dict(zip(("prefix", "token", "window"), use.max(0).tolist()))))
+                print(rows[-1], flush=True)
+    record = circumstances(" ".join(["python bench/bounds.py", *sys.argv[1:]]), "cpu") | dict(prompts=args.prompts, new_tokens=args.new_tokens, missing=missing, rows=rows)
+    Path(args.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(args.out)
+
+
+if __name__ == "__main__": main()
