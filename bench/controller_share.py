@@ -37,7 +37,7 @@ def backbone(width, device):
 
 def attached(method, width, device):
     "The adapter with all its states in use."
-    model = get_peft_model(backbone(width, device), (HestConfig(task_type="CAUSAL_LM", e_max=.33) if method == "hest" else TabsConfig(task_type="CAUSAL_LM"))).to(device).eval()
+    model = get_peft_model(backbone(width, device), (HestConfig(task_type="CAUSAL_LM", scope="directions", e_max=.33, hardening="argmax") if method == "hest" else TabsConfig(task_type="CAUSAL_LM"))).to(device).eval()
     core = model.base_model.core()
     with torch.no_grad():
         core.s.normal_()

@@ -196,7 +196,7 @@ class RunConfig(Scaled):
     wandb_entity: str = "" # user or team; empty: the key's own
     wandb_project: str = "" # empty: himalaya-hest, where there is a tracker
     allow_code_execution: bool = False # score the programs of tasks with `tests` by running them; read `code_execution` first
-    e_max: float | None = None # energy budget as a scope share, for hest and bhsp; None: from tabs_record
+    e_max: float | None = None # energy budget as a scope share, for hest, bhsp and the masks; None: from tabs_record
     tabs_record: str = "" # record.json of a TABS run: the budget is 0.6 × its mean scope share; empty: the one in the package
     energy: dict = field(default_factory=dict) # see EnergyParameters
     adapter_config: dict = field(default_factory=dict) # fields of the method's config class
