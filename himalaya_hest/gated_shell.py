@@ -91,7 +91,6 @@ class GateShape:
     n_rows: int
     n_units: int # of a row, each with thresholds of its own
     n_numbers: int # of a row, where a controller gives each unit its own; sites of a block share them
-    repeats: int # units that such a number decides about, one a slot
     n_positions: int # most tokens of a row
     costs: GateCosts # of all rows and units, without a controller
 
@@ -118,15 +117,15 @@ class GatedModel(ShellModel):
         return core
     def _make_directions(self, config, places, starts, width):
         costs = 0., config.cost_int8, 1.
-        shape = GateShape(len(places.layers), places.n_slots * config.r, config.r, places.n_slots, self._positions(), direction_costs(places.cost().repeat_interleave(config.r, 1).flatten().numpy(), costs))
+        shape = GateShape(len(places.layers), places.n_slots * config.r, config.r, self._positions(), direction_costs(places.cost().repeat_interleave(config.r, 1).flatten().numpy(), costs))
         return GatedDirections(places, starts, *self.parts(config, shape, width), self.reads(config), costs, config.temperature, getattr(config, "normalise", True))
     def _make_blocks(self, config, places, starts, width):
         blocks = list(blocks_of(self.model, places.names[0]))
         ungated, head = config.ungated(len(blocks)), forward_cost(self.model).head
         n = len(blocks) - len(ungated)
-        self._run_blocks(blocks, places.names[0])
+        self._run_blocks(blocks)
         costs = block_costs([block_cost(b) for b in blocks], head, config.cost_int8, 0., ungated)
-        return GatedBlocks(places, starts, *self.parts(config, GateShape(n, 1, 1, 1, self._positions(), costs), width), blocks, head, ungated, self.reads(config), config.cost_int8, config.temperature, getattr(config, "normalise", True))
+        return GatedBlocks(places, starts, *self.parts(config, GateShape(n, 1, 1, self._positions(), costs), width), blocks, head, ungated, self.reads(config), config.cost_int8, config.temperature, getattr(config, "normalise", True))
     def _positions(self): return int(self.get_model_config(self.model).get("max_position_embeddings") or 4096)
     def install(self, model):
         super().install(model)
@@ -143,7 +142,9 @@ def blocks_of(
     site: str, # name of a module in one of the blocks
 ) -> nn.ModuleList:
     "The list of blocks that a site lies in."
-    return model.get_submodule(site.split(f".{layer_of(site)}.", 1)[0])
+    return model.get_submodule(_list_of(site))
+
+def _list_of(site): return site.split(f".{layer_of(site)}.", 1)[0]
 
 def check_floor(
     config: GatedConfig,
@@ -164,7 +165,7 @@ def _start(module, rank, seed): # U (R, d_out), V (R, d_in)
 
 def _watch(tuner, sites: list[Place]) -> None:
     "Hooks of all blocks that the sites lie in the list of, and of the parts of a block that hand keywords on."
-    for prefix in {s.name.split(f".{layer_of(s.name)}.", 1)[0] for s in sites} - tuner._watched:
+    for prefix in {_list_of(s.name) for s in sites} - tuner._watched:
         tuner._watched.add(prefix)
         for i, block in enumerate(tuner.model.get_submodule(prefix)):
             tuner._handles.append(block.register_forward_pre_hook(partial(enter_block, tuner, i), with_kwargs=True))
@@ -199,7 +200,7 @@ class BlockForward:
         if fixed is None: return gates.states[self.index][..., 0, :]
         return nn.functional.one_hot(torch.full(h.shape[:2], fixed, device=h.device), 3).float()
 
-def _run_blocks(tuner, blocks, site) -> None:
+def _run_blocks(tuner, blocks) -> None:
     "Replace the forward of each block, once."
     for i, block in enumerate(blocks):
         if isinstance(block.__dict__.get("forward"), BlockForward): continue
@@ -238,7 +239,7 @@ def tokens_of(
     counts = tuner._recorder is not None or _ASKED.get() is not None
     if given is None: return {n: TokenGates(tuner.cores[n], counts=counts) for n in names}
     b, n, past = *given.shape[:2], 0 if cache is None else cache.get_seq_length()
-    if any(isinstance(tuner.cores[name], GatedBlocks) for name in names): check_call(names, mask, named.get("position_ids"), cache)
+    if any(isinstance(tuner.cores[name], GatedBlocks) for name in names): check_call(names, mask, named.get("position_ids"), cache, past)
     visible = mask.bool() if torch.is_tensor(mask) and mask.dim() == 2 else None
     seen = (past + torch.arange(1, n + 1, device=given.device)).expand(b, n) if visible is None else visible.cumsum(1)[:, -n:].clamp(min=1)
     keep = named.get("logits_to_keep", 0)
@@ -247,9 +248,8 @@ def tokens_of(
     padded = visible is not None and not bool(visible.all())
     return {name: TokenGates(tuner.cores[name], attended, counts, seen, headed, visible if padded else None) for name in names}
 
-def check_call(names, mask, position_ids, cache) -> None:
+def check_call(names, mask, position_ids, cache, past) -> None:
     "`ValueError` for calls that scope `blocks` cannot run."
-    past = 0 if cache is None else cache.get_seq_length()
     if isinstance(cache, StaticCache): raise ValueError("scope 'blocks' asks a cache how many keys it has, and a StaticCache gives all of its slots; use a DynamicCache")
     if len(names) > 1: raise ValueError(f"adapters {', '.join(names)} are active together, and one of them gates blocks, which have one state a token; activate one alone")
     if mask is not None and (not torch.is_tensor(mask) or mask.dim() != 2): raise ValueError("scope 'blocks' builds its own causal mask; give an attention_mask of shape (rows, keys), or none")

@@ -440,8 +440,8 @@ class Plan:
 
 def lenient(
     parameters: dict, # of a run
-) -> tuple[RunConfig, list]: # resolved; messages about what is not built yet
-    "Resolve a run whose parts need not all be there; other mistakes are errors as always."
+) -> tuple[RunConfig, list]: # resolved; messages about what has to be there when the run begins
+    "Resolve a run before the run that it takes its budget from has ended; other mistakes are errors as always."
     later = []
     return resolve(dict(parameters), later=later), later
 
