@@ -34,8 +34,19 @@ from himalaya_hest.pairs import method_of
 from himalaya_hest.registry import Adapter
 
 
+def arguments(doc, prompts, out):
+    "A parser with what benchmarks of trained adapters share."
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument("grids", nargs="+", type=Path)
+    parser.add_argument("--results-dir", default="runs/grid", type=Path)
+    parser.add_argument("--prompts", type=int, default=prompts)
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--out", default=out)
+    return parser
+
+
 def runs_of(grids, results_dir):
-    "{run_id: (config, record)} of the first pair, each run once, without ablations; those that were not run are named."
+    "{run_id: (config, record)} of the first pair, each run once, without ablations; those that were not run are named, and printed."
     found, missing = {}, []
     for grid in grids:
         for parameters in combinations(yaml.safe_load(grid.read_text(encoding="utf-8")), 1):
@@ -44,6 +55,7 @@ def runs_of(grids, results_dir):
             path = Path(results_dir) / config.run_id
             if not (path / "record.json").is_file() or not (path / "adapter").is_dir(): missing.append(config.run_id); continue
             found.setdefault(config.run_id, (config, json.loads((path / "record.json").read_text(encoding="utf-8"))))
+    for m in missing: print(f"left out, not in {results_dir}: {m}")
     return found, missing
 
 
@@ -91,19 +103,13 @@ def row_of(name, b, phase, found, requests, runs, equal):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("grids", nargs="+", type=Path)
-    parser.add_argument("--results-dir", default="runs/grid", type=Path)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=16)
+    parser = arguments(__doc__, prompts=16, out="nbs/records/answer_time.json")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", default="nbs/records/answer_time.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()
     kept, (runs, missing) = keep_memory(), runs_of(args.grids, args.results_dir)
-    for m in missing: print(f"left out, not in {args.results_dir}: {m}")
     if not runs: raise SystemExit(f"no run of these grids is in {args.results_dir}: python bench/grid.py {args.grids[0]} --pairs 1 --results-dir {args.results_dir}")
     first = ContinualRun(next(iter(runs.values()))[0], quiet=True)
     task, tokenizer = final_tasks(first)[0], first.tokenizer

@@ -6,14 +6,13 @@
 The runs are taken from --results-dir, where bench/grid.py left them. Every gated adapter with a bucket generates greedily in padded batches, one by one, with beams, with tokens found in the prompt, and with tokens proposed by the bare backbone, under its own E_max and
 under a budget given to the call; TABS, which has no bound, generates the same inputs once, and is looked at beside the bound of the HEST of its scope. `use` is the largest share of a bound that any prefix, token or window used (bounds.bounds_used): above 1 it is broken.
 """
-import argparse
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from answer_time import runs_of, trained
+from answer_time import arguments, runs_of, trained
 from block_parts import circumstances
 from transformers.utils.logging import disable_progress_bar
 
@@ -33,17 +32,10 @@ def use_of(adapter, batches, new, e_max, capacity, bounded, way):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("grids", nargs="+", type=Path)
-    parser.add_argument("--results-dir", default="runs/grid", type=Path)
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--out", default="nbs/records/bounds.json")
-    args = parser.parse_args()
+    args = arguments(__doc__, prompts=200, out="nbs/records/bounds.json").parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()
     runs, missing = runs_of(args.grids, args.results_dir)
-    for m in missing: print(f"left out, not in {args.results_dir}: {m}")
     first = ContinualRun(resolve(dict(study="cnndm", evaluation=dict(max_eval_rows=args.prompts))), quiet=True)
     task, tokenizer = final_tasks(first)[0], first.tokenizer
     assistant, rows = load_backbone("mini", dtype="float32")[0], []
