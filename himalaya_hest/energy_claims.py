@@ -39,7 +39,7 @@ class EnergyEvidence:
     blocks: dict = field(default_factory=dict) # the same: gates over blocks
     hest: str = "" # the method of `blocks` on which the verdict is
     measured: dict = field(default_factory=dict) # benchmark → its record
-    grids: tuple = ("cnndm", "cnndm_blocks", "cnndm_pareto") # of the directions, of the blocks
+    grids: tuple = ("cnndm", "cnndm_blocks", "cnndm_pareto", "cnndm_pairs") # of the directions, of the blocks
     def named(self, adapter: str, scope: str = "blocks") -> list[str]:
         "The methods whose runs are of this adapter."
         return [m for m, runs in getattr(self, scope).items() if next(iter(runs.values()))["config"]["adapter"] == adapter]
@@ -63,7 +63,7 @@ def _same_run(record):
 def read_energy_evidence(
     folder: str | Path = "records", # of all committed records
     directions: str = "cnndm", # folder in it
-    blocks: tuple = ("cnndm_blocks", "cnndm_pareto"), # folders in it; a run that is in several is taken from the first
+    blocks: tuple = ("cnndm_blocks", "cnndm_pareto", "cnndm_pairs"), # folders in it; a run that is in several is taken from the first
     hest: str = "", # method of the verdict; empty: the proposed HEST with the most pairs, of equals with the fewest settings
 ) -> EnergyEvidence:
     "Everything the claims need, as far as it is there."

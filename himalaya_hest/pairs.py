@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from .config import scope_of
+from .config import energy_training, scope_of
 from .hest import tabs_e_max
 from .records import made_up_record, same_world
 from .registry import EWC_DEFAULTS, searched_defaults
@@ -58,6 +58,8 @@ def method_of(
 # %% ../nbs/44b_pairs.ipynb #5d6c3af2
 _STORED = ("seed", "order_seed", "run_id", "role", "results_dir", "cache_dir", "overwrite", "dry_run", "tracker", "wandb_entity", "wandb_project", "n_trials", "search")
 
+_MEASURED = ("energy.", "evaluation.latency")
+
 def _settings(record):
     "Parameters that may tell two runs of one method and pair apart; nested ones with a dot."
     out = {}
@@ -65,12 +67,20 @@ def _settings(record):
         if k not in _STORED: out |= {f"{k}.{x}": y for x, y in v.items()} if isinstance(v, dict) else {k: v}
     return out
 
+def _usual(record):
+    "What a run of a study of energy trains with where nothing is said."
+    c = record["config"]
+    return {f"training.{k}": v for k, v in energy_training(c["adapter"], c.get("preset", "default"), c.get("scale", "mini"), c.get("study", "continual25"), c.get("adapter_config")).items()}
+
 def _told_apart(runs, pairs):
     "What to add to the name of each run of a method, nothing where no pair occurs twice."
     if len(set(pairs)) == len(pairs): return [""] * len(runs)
-    settings = [_settings(r) for r in runs]
+    settings, usual = [_settings(r) for r in runs], [_usual(r) for r in runs]
     differ = [k for k in settings[0] if all(k in s for s in settings) and len({repr(s[k]) for s in settings}) > 1]
-    return ["".join(f", {k} {s[k]}" for k in differ) for s in settings]
+    for keys in ([k for k in differ if not k.startswith(_MEASURED)], differ): # what a run does first, then what is measured of it
+        names = ["".join(f", {k} {s[k]}" for k in keys if u.get(k, s) != s[k]) for s, u in zip(settings, usual)]
+        if len(set(zip(names, pairs))) == len(pairs): break
+    return names
 
 def by_pair(
     records: list[dict], # of one world
