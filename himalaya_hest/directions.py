@@ -204,20 +204,21 @@ class TokenGates:
             self.states[layer] = states
             if core.uses_masks: self.open[layer] = self._open(states)
             if row not in self.spent and (core.training or self.counts): self._count(row, weights)
-    def _read(self, layer, h):
-        "The controller's view of the tokens at a layer; None where it reads nothing."
-        seen = lambda: self.core.controller.tokens(rms_normed(h) if self.core.normalise else h.float())
-        if self.core.reads == "position": return self.keys[..., None].float()
-        if self.core.reads == "own_layer": return seen() if layer in self.core.layers else None
-        if layer == 0: return seen() if 0 in self.core.layers else None
-        if layer == 1:
-            tokens = seen()
-            self._tokens = tokens if self._tokens is None else self._tokens
-            return tokens
-        if self._tokens is None: raise RuntimeError(f"block {layer} was entered before block 1: the controller reads the output of the first block, so the blocks must run in order")
-        return self._tokens
 
 # %% ../nbs/23_directions.ipynb #2e38d292
+def _read(self, layer, h):
+    "The controller's view of the tokens at a layer; None where it reads nothing."
+    seen = lambda: self.core.controller.tokens(rms_normed(h) if self.core.normalise else h.float())
+    if self.core.reads == "position": return self.keys[..., None].float()
+    if self.core.reads == "own_layer": return seen() if layer in self.core.layers else None
+    if layer == 0: return seen() if 0 in self.core.layers else None
+    if layer == 1:
+        tokens = seen()
+        self._tokens = tokens if self._tokens is None else self._tokens
+        return tokens
+    if self._tokens is None: raise RuntimeError(f"block {layer} was entered before block 1: the controller reads the output of the first block, so the blocks must run in order")
+    return self._tokens
+
 def _open(self, states):
     "Masks of fp and int8; None for a state that is not allowed, or that no token is in where looking costs nothing."
     masks = states[..., 2] if self.core.gate.allowed_states[2] else None, states[..., 1] if self.core.has_int8 else None
@@ -233,7 +234,7 @@ def _decide(self, tokens, row):
         states = self.buckets[stage].spend(states, logits - logits[..., :1], self.keys, headed, self.attended)
     self.hard |= dict(zip(rows, states.split(states.shape[-1] // len(rows), -1)))
 
-TokenGates._open, TokenGates._decide = _open, _decide
+TokenGates._read, TokenGates._open, TokenGates._decide = _read, _open, _decide
 
 # %% ../nbs/23_directions.ipynb #0ec36562
 def _count(self, row, weights):
