@@ -275,9 +275,15 @@ def settings_of(
     e: EnergyEvidence,
     mask: str, # adapter
 ) -> list[str]: # methods
-    "The settings of a mask that differ in the budget alone: its curve with the most of them, and uniform int8 at its end."
-    curves = [curve_of(m) for m in e.named(mask)]
-    return [m for m in e.named(mask) if curve_of(m) == max(curves, key=curves.count)] + e.named("int8")[:1]
+    "The settings of a mask, and uniform int8, on the upper hull of mean score over mean energy: any other is below one that is no dearer, or below a mixture of two."
+    names, hull = [*e.named(mask), *e.named("int8")[:1]], []
+    points = sorted((_mean(e.blocks[m], "energy_share"), _mean(e.blocks[m], score_of(list(e.blocks[m].values()))), m) for m in names)
+    best = max((y for _, y, _ in points), default=0)
+    for x, y, m in points:
+        while hull and (hull[-1][0] == x or len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) <= (y - hull[-2][1]) * (hull[-1][0] - hull[-2][0])): hull.pop()
+        hull.append((x, y, m))
+        if y == best: break
+    return [m for *_, m in hull]
 
 # %% ../nbs/45f_energy_claims.ipynb #77421e52
 def mask_at(
@@ -299,8 +305,8 @@ def equal_energy(
     of = lambda r: (r["summary"]["energy_share"], r["summary"][score])
     found = []
     for pair, r in runs.items():
-        points = [of(e.blocks[m][pair]) for m in names if pair in e.blocks[m]]
-        if len(points) > 1 and (theirs := mask_at(points, of(r)[0])) is not None: found.append((of(r)[1], theirs))
+        if len(names) < 2 or not all(pair in e.blocks[m] for m in names): continue
+        if (theirs := mask_at([of(e.blocks[m][pair]) for m in names], of(r)[0])) is not None: found.append((of(r)[1], theirs))
     return tuple(np.array(found).reshape(-1, 2).T)
 
 def equal_energy_table(
