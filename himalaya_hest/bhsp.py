@@ -85,6 +85,6 @@ class BhspModel(GatedModel):
     prefix = "bhsp_"
     def parts(self, config, shape, width): return MaskController(shape, config.e_max), ProbabilityGate()
     def reads(self, config): return "position" if config.scope == "blocks" else "own_layer" # it looks at nothing
-    def budget(self, config): return Budget(config.e_max, config.dual_rate, config.initial_price, config.anneal_share)
+    def budget(self, config): return Budget(config.e_max, config.dual_rate, config.initial_price, config.anneal_share, from_first=config.scope == "blocks")
 
 register_peft_method("bhsp", BhspConfig, BhspModel)

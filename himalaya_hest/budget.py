@@ -19,12 +19,13 @@ class Budget(nn.Module):
         anneal_share: float = .6, # of the steps in which the target comes down; 0: none
         relative: bool = True, # divide by E_max
         floor: float = 0., # scope share that no gate can save
+        from_first: bool = False, # the target comes down from the first step's own share, not from 1
     ):
         super().__init__()
         if not 0 < e_max <= 1: raise ValueError(f"e_max is {e_max}; expected a share of the scope's energy above 0 and at most 1")
         if e_max < floor: raise ValueError(f"e_max is {e_max:g}, below the floor {floor:g} of what no gate can save; give at least {floor:g}")
         if dual_rate < 0 or initial_price < 0 or not 0 <= anneal_share <= 1: raise ValueError(f"dual_rate {dual_rate}, initial_price {initial_price}, anneal_share {anneal_share}; expected none below 0, and a share of at most 1")
-        self.e_max, self.dual_rate, self.anneal_share, self.relative = e_max, dual_rate, anneal_share, relative
+        self.e_max, self.dual_rate, self.anneal_share, self.relative, self.from_first = e_max, dual_rate, anneal_share, relative, from_first
         self.register_buffer("price", torch.tensor(float(initial_price)))
         self.register_buffer("step", torch.tensor(0))
         self.register_buffer("n_steps", torch.tensor(0))
@@ -54,7 +55,7 @@ def _step_(self,
     "λ ← max(0, λ + α (Ē − E_i)/E_max), and one step on the line. `FloatingPointError` for an energy that is not finite."
     energy = torch.as_tensor(energy).detach()
     if not bool(energy.isfinite()): raise FloatingPointError(f"the mean energy is {energy.item()}: the gates' logits are not finite; lower the controller's learning rate")
-    if self.step == 0: self.start.copy_(energy.to(self.start).clamp(self.e_max, 1.))
+    if self.from_first and self.step == 0: self.start.copy_(energy.to(self.start).clamp(self.e_max, 1.))
     if self.dual_rate: self.price.add_(self.dual_rate * self.excess(energy).to(self.price)).clamp_(min=0.)
     self.step += 1
 

@@ -108,7 +108,7 @@ def budget_of(
     config: HestConfig,
 ) -> Budget:
     "The price of energy as the config says it."
-    return Budget(config.target or config.e_max, config.dual_rate, config.initial_price, config.anneal_share, config.relative)
+    return Budget(config.target or config.e_max, config.dual_rate, config.initial_price, config.anneal_share, config.relative, from_first=config.scope == "blocks")
 
 # %% ../nbs/25_hest.ipynb #381df6f7
 class HestModel(GatedModel):
