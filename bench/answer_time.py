@@ -74,9 +74,9 @@ def bare(dtype):
 
 
 def equal_answers(adapter, task, tokenizer, folder):
-    "Share of the answers that are those of the run."
+    "Share of the answers that are those of the run, which keeps them without white space around them."
     told = {r["row"]: r["answer"] for r in map(json.loads, (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines())}
-    same = [told[j] == text for batch in evaluation_batches([task], 50, tokenizer) for (_, j), text in zip(batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks))]
+    same = [told[j] == text.strip() for batch in evaluation_batches([task], 50, tokenizer) for (_, j), text in zip(batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks))]
     return float(np.mean(same))
 
 
