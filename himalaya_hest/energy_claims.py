@@ -377,7 +377,7 @@ def pareto_curve(
         else: axes.errorbar(at, y, [y - low, high - y], color=color, linewidth=1, capsize=3)
         for a, b in zip(at, y): axes.annotate(f"{b:.2f}", (a, b), (0, 6), textcoords="offset points", ha="center", fontsize=6.5, color=color)
     if x != "energy_share": axes.axvline(1., color="black", linewidth=.7, linestyle=":")
-    axes.set_xlim(left=0); axes.set_ylim(0, 1.08 * max(p["score"] for p in points))
+    axes.set_xlim(left=0); axes.set_ylim(0, 1.05 * float(np.nanmax([p[k] for p in points for k in ("score", "high")])))
     axes.set_xlabel(X_LABELS[x], fontsize=9); axes.set_ylabel("ROUGE-L (share of 1, mean over pairs)", fontsize=9)
     figure.legend(loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
     return Chart(f"pareto_{x.replace(' ', '_')}", figure)
