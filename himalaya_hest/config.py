@@ -434,7 +434,7 @@ def _resolve_tracker(cfg):
 # %% ../nbs/41_config.ipynb #b544ffb2
 BUDGETED = ("hest", "bhsp", "random-mask", "depth-mask")
 OVER_BLOCKS = ("spectral", "int8", "random-mask", "depth-mask") # they know no other scope
-ENERGY_TRAINING = { # at the mini scale, by scope: the best mean of three seeds on mini_cnndm_dev (nbs/records/cnndm_dev and cnndm_blocks_dev; random masks as masks by depth)
+ENERGY_TRAINING = { # at the mini scale, by scope: the best mean of three seeds on mini_cnndm_dev (nbs/records/cnndm_dev and cnndm_blocks_dev; random masks as masks by depth; HEST over directions by its likeliest states)
     "directions": {"hest": dict(learning_rate=.03), "hest:published": dict(learning_rate=.03), "tabs": dict(learning_rate=.02), "bhsp": dict(learning_rate=.03), "lora": dict(learning_rate=.02)},
     "blocks": dict.fromkeys(("hest", "random-mask", "depth-mask"), dict(learning_rate=.03)) | dict.fromkeys(("tabs", "bhsp", "spectral", "int8"), dict(learning_rate=.02)),
 }
