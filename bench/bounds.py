@@ -3,11 +3,12 @@
     OMP_NUM_THREADS=1 python bench/bounds.py bench/grids/cnndm.yaml bench/grids/cnndm_blocks.yaml
     OMP_NUM_THREADS=1 python bench/bounds.py bench/grids/cnndm_blocks.yaml --prompts 8 --out /tmp/bounds.json
 
-The runs are taken from --results-dir, where bench/grid.py left them. Every gated adapter with a bucket generates greedily in padded batches, one by one, with beams, with tokens found in the prompt, and with tokens proposed by the bare backbone, under its own E_max and
+Prompts are the study's test rows and, where these are fewer, rows of training. The runs are taken from --results-dir, where bench/grid.py left them. Every gated adapter with a bucket generates greedily in padded batches, one by one, with beams, with tokens found in the prompt, and with tokens proposed by the bare backbone, under its own E_max and
 under a budget given to the call; TABS, which has no bound, generates the same inputs once, and is looked at beside the bound of the HEST of its scope. `use` is the largest share of a bound that any prefix, token or window used (bounds.bounds_used): above 1 it is broken.
 """
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from answer_time import arguments, runs_of, trained
 from block_parts import circumstances
 from transformers.utils.logging import disable_progress_bar
 
+from himalaya_hest.batching import prompt_row
 from himalaya_hest.bounds import bounds_used
 from himalaya_hest.config import resolve, scope_of
 from himalaya_hest.continual import ContinualRun, final_tasks, load_backbone
@@ -31,13 +33,21 @@ def use_of(adapter, batches, new, e_max, capacity, bounded, way):
     return np.concatenate(found)
 
 
+def prompts_of(run, n):
+    "The study's task with n prompts: its test rows, then rows of training."
+    data, task = run.data[run.order[0]], final_tasks(run)[0]
+    prompts = [*task.prompts, *(prompt_row(r) for r in data.train.to_list())][:n]
+    if len(prompts) < n: raise SystemExit(f"--prompts {n}: the study has {len(prompts)}")
+    return replace(task, prompts=tuple(prompts))
+
+
 def main():
     args = arguments(__doc__, prompts=200, out="nbs/records/bounds.json").parse_args()
     torch.set_num_threads(1)
     disable_progress_bar()
     runs, missing = runs_of(args.grids, args.results_dir)
-    first = ContinualRun(resolve(dict(study="cnndm", evaluation=dict(max_eval_rows=args.prompts))), quiet=True)
-    task, tokenizer = final_tasks(first)[0], first.tokenizer
+    first = ContinualRun(resolve(dict(study="cnndm")), quiet=True)
+    task, tokenizer = prompts_of(first, args.prompts), first.tokenizer
     assistant, rows = load_backbone("mini", dtype="float32")[0], []
     bound = {scope_of(c.adapter, c.preset, c.adapter_config): c.e_max for c, _ in runs.values() if c.adapter == "hest"}
     for run_id, (config, record) in runs.items():
