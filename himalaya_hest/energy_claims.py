@@ -199,10 +199,10 @@ def cheapest_as_good(
     mask: str, # adapter: random-mask or depth-mask
     ours: str, # method whose score is to be reached
 ) -> str | None: # the opponent; None where nothing can be compared
-    "The cheapest setting of a mask whose mean score is at most the margin below ours; of none, the best one."
+    "The cheapest setting of a mask that is not shown to be worse than ours by more than the margin; of none, the best one."
     found = [d for m in [*e.named(mask), *e.named("int8")] if (d := duel(e, ours, m))]
     if not any(d.opponent in e.named(mask) for d in found): return None
-    good = [d for d in found if d.difference[0] <= d.margin]
+    good = [d for d in found if (d.difference[1] if is_number(d.difference[1]) else d.difference[0]) <= d.margin]
     return min(good, key=lambda d: d.shares[1]).opponent if good else min(found, key=lambda d: d.difference[0]).opponent
 
 def duels(
@@ -238,7 +238,7 @@ def _range(x, signed=False):
 
 def _against(d, by):
     "One opponent, in words."
-    whom = "uniform int8" if d.mask == "int8" else f"{d.mask} (its cheapest as good: {d.opponent})"
+    whom = "uniform int8" if d.mask == "int8" else f"{d.mask} (its cheapest not shown to be worse: {d.opponent})"
     ratio = d.energy if by == "cheaper" else d.time
     return f"{whom}: ROUGE-L {_range(d.difference, True)} at {_range(ratio)} of its {'energy' if by == 'cheaper' else 'time'}, n = {d.n} – {dict(zip((HOLDS, FAILS, CANNOT), ('earned', 'not earned', 'cannot be told')))[d.earned(by)]}"
 
@@ -536,7 +536,7 @@ def targets(e: EnergyEvidence) -> list[Finding]:
     "The comparison behind the verdict, a row a target."
     out, by = [], {d.mask: d for d in duels(e)}
     for letter, mask in zip("abc", ("int8", *MASKS)):
-        d, whom = by.get(mask), "uniform int8" if mask == "int8" else f"{mask} without a controller, its cheapest as good"
+        d, whom = by.get(mask), "uniform int8" if mask == "int8" else f"{mask} without a controller, its cheapest not shown to be worse"
         names = (e.hest, *(e.named(mask) if d is None else [d.opponent]))
         fs = [_finding(e, f"7{letter}1", f"ROUGE-L as good as that of {whom}", names), _finding(e, f"7{letter}2", f"At least 10 % less energy than {whom}", names),
               *(Finding(f"7{letter}{i}", f"At least 10 % less measured time than {whom}, batch {b}", CANNOT, command=e.bench("answer_time")) for i, b in ((3, 1), (4, 8)))]

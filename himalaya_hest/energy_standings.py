@@ -98,7 +98,7 @@ def int8_product_table(
 # %% ../nbs/44g_energy_standings.ipynb #33f81e48
 def _value(config, path):
     for key in path.split("."): config = (config or {}).get(key)
-    return config
+    return "+".join(map(str, config)) if isinstance(config, list) else config
 
 def settings_table(
     records: list[dict], # of one world
