@@ -121,9 +121,9 @@ class GatedModel(ShellModel):
         return GatedDirections(places, starts, *self.parts(config, shape, width), self.reads(config), costs, config.temperature, getattr(config, "normalise", True))
     def _make_blocks(self, config, places, starts, width):
         blocks = list(blocks_of(self.model, places.names[0]))
+        self._run_blocks(blocks)
         ungated, head = config.ungated(len(blocks)), forward_cost(self.model).head
         n = len(blocks) - len(ungated)
-        self._run_blocks(blocks)
         costs = block_costs([block_cost(b) for b in blocks], head, config.cost_int8, 0., ungated)
         return GatedBlocks(places, starts, *self.parts(config, GateShape(n, 1, 1, self._positions(), costs), width), blocks, head, ungated, self.reads(config), config.cost_int8, config.temperature, getattr(config, "normalise", True))
     def _positions(self): return int(self.get_model_config(self.model).get("max_position_embeddings") or 4096)
@@ -219,9 +219,10 @@ def before_forward(tuner, model, args, kwargs):
         return None
     named = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
     bounds = {} if model.training else {n: bound for n in names if (bound := tuner.bound(n)) is not None}
-    if bounds: named["past_key_values"] = cache_of(model, named)
+    if bounds and named.get("input_ids") is None and named.get("inputs_embeds") is None: raise ValueError("a bound is kept token by token, and this call has neither input_ids nor inputs_embeds; give one of them, or set the adapter's hardening to 'argmax'")
+    if bounds and (cache := cache_of(model, named)) is not None: named["past_key_values"] = cache
     passed = tokens_of(tuner, names, named)
-    if bounds: give_buckets(tuner, passed, named["past_key_values"], bounds)
+    if bounds: give_buckets(tuner, passed, named.get("past_key_values"), bounds)
     _GATES.set(passed)
     tuner._last.gates = passed if model.training and torch.is_grad_enabled() else {}
     if model.training and any(m.gradient_checkpointing for m in tuner._checkpointed): return args, {**kwargs, KWARG: passed}
@@ -393,8 +394,9 @@ def cache_of(
     "A cache that keeps buckets, in place of the default one; None where the call uses none."
     cache = named.get("past_key_values")
     if cache is not None: return budgeted(cache)
-    wanted = named.get("use_cache")
-    return BudgetedCache(config=model.config.get_text_config(decoder=True)) if (model.config.use_cache if wanted is None else wanted) else None
+    config, wanted = getattr(model, "config", None), named.get("use_cache")
+    if config is None or not (config.use_cache if wanted is None else wanted): return None
+    return BudgetedCache(config=config.get_text_config(decoder=True))
 
 def give_buckets(
     tuner: GatedModel,

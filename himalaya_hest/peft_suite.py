@@ -82,6 +82,7 @@ class Subject:
     token_ids: bool = True # does it read a prompt, so that the custom models get an embedding in front?
     blocks: bool = False # does it decide block by block, so that a custom model becomes two blocks?
     random_start: str = "init_weights" # field that asks for an adapter which is not the identity, where it is False
+    always: dict = field(default_factory=dict) # fields of every config that a test makes
 
 def config_class(subject: Subject) -> type:
     "The config class of a subject; its module is imported, which registers the tuner."
@@ -176,8 +177,8 @@ SUBJECTS["reft"].skips["only_params_are_updated.*Conv1D"] = "this layer has one 
 # %% ../nbs/09a_peft_suite.ipynb #4e87b0c8
 @torch.no_grad()
 def gated_under_way(tuner, name: str) -> None:
-    "Random parameters where the config asks for them."
-    core = tuner.core(name)
+    "A core in training, since PEFT's tests train models that they never put into training, and random parameters where the config asks for them."
+    core = tuner.core(name).train()
     if tuner.peft_config[name].init_weights: return
     for p in core.parameters(): p.copy_(torch.randn(p.shape) / 2)
     if hasattr(core.gate, "theta"): core.gate.theta.uniform_(0, .2)
@@ -186,9 +187,11 @@ def gated(
     config: str, # "module:Class"
     small: dict, # fields that keep the state of a case small
     decoder: bool = False, # the decoder suite as well?
+    always: dict | None = None, # fields of every config that a test makes
 ) -> Subject:
     "An adapter whose directions are gated."
     out = reader(config, gated_under_way, small)
+    out.always = always or {}
     out.no_merge, out.skips, out.blocks = "which directions act depends on the token, so the update cannot be merged into the weights", dict(list(CORE_SKIPS.items())[1:]) | (GATED_SKIPS if decoder else {}), True
     if not decoder: out.decoder = []
     out.custom = [(n, m, f | dict(target_modules=[f["target_modules"]] if isinstance(f["target_modules"], str) else f["target_modules"])) for n, m, f in out.custom] # a string would be the whole path
@@ -196,7 +199,7 @@ def gated(
 
 GATED_SKIPS = {r"gradient_checkpointing\[True": "a reentrant checkpoint runs forward without a graph, so the energy of the gates would have no gradient: it is refused with a message that says so"}
 
-SUBJECTS |= {"hest": gated("himalaya_hest.hest:HestConfig", dict(r=1, k=4, e_max=.5, scope="directions"), True), "tabs": gated("himalaya_hest.tabs:TabsConfig", dict(r=1)), "bhsp": gated("himalaya_hest.bhsp:BhspConfig", dict(r=1, e_max=.5))}
+SUBJECTS |= {"hest": gated("himalaya_hest.hest:HestConfig", dict(r=1, k=4, e_max=.5), True, dict(scope="directions", hardening="argmax")), "tabs": gated("himalaya_hest.tabs:TabsConfig", dict(r=1)), "bhsp": gated("himalaya_hest.bhsp:BhspConfig", dict(r=1, e_max=.5))}
 for name in ("tabs", "bhsp"): SUBJECTS[name].skips["only_params_are_updated.*LayerNorm"] = "behind a normalisation to equal hidden states, three steps of plain SGD do not move the controller by what the test asks for; the notebooks of the adapters test that each parameter is trained"
 SUBJECTS["hest"].skips["only_params_are_updated"] = "three steps of plain SGD from sizes of zero do not move every threshold by what the test asks for; 25_hest tests that each parameter is trained"
 
@@ -282,11 +285,14 @@ def own_cases(
 def renamed(
     cls: type, # a config class
     random_start: str, # name of the field that PEFT's tests call init_weights
+    always: dict, # fields that are set where a test does not
 ) -> type: # one that takes that name
     "The config class as the tests call it."
-    if random_start == "init_weights": return cls
+    if random_start == "init_weights" and not always: return cls
     class Renamed(cls):
-        def __init__(self, *args, init_weights=None, **kwargs): super().__init__(*args, **kwargs, **({} if init_weights is None else {random_start: init_weights}))
+        def __init__(self, *args, **kwargs):
+            if random_start != "init_weights" and (asked := kwargs.pop("init_weights", None)) is not None: kwargs[random_start] = asked
+            super().__init__(*args, **always | kwargs)
     Renamed.__name__ = Renamed.__qualname__ = cls.__name__
     return Renamed
 
@@ -300,7 +306,7 @@ def swap(
     import pytest
     common, custom, decoder = (importlib.import_module(f"{package}.{n}") for n in ("testing_common", *SUITES))
     cls = config_class(subject)
-    kind, cls = cls().peft_type, renamed(cls, subject.random_start)
+    kind, cls = cls().peft_type, renamed(cls, subject.random_start, subject.always)
     swapped = [(custom.TEST_CASES, [(n, m, cls, dict(f)) for n, m, f in subject.custom]), (custom.ALL_PEFT_CONFIG_CLASSES, [cls]),
                (custom.MULTIPLE_ACTIVE_ADAPTERS_TEST_CASES, [(n, kind.value.lower(), cls, dict(a), dict(b)) for n, a, b in subject.pairs]),
                (decoder.ALL_CONFIGS, [(cls, dict(f)) for f in subject.decoder]), (decoder.PEFT_DECODER_MODELS_TO_TEST, tiny_decoders(folder))]
