@@ -25,7 +25,7 @@ setup(
     package_data={"himalaya_hest": ["data/**/*"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": cfg["dev_requirements"].split()},
+    extras_require={"dev": (cfg["dev_requirements"] + " " + cfg["onnx_requirements"]).split(), "onnx": cfg["onnx_requirements"].split()},
     entry_points={
         "console_scripts": cfg.get("console_scripts", "").split(),
         "nbdev": [f'{cfg["lib_path"]}={cfg["lib_path"]}._modidx:d'],
