@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer, LoraModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from .fixed_routing import fixed_faults, fixed_features, masked_features, open_units, strengths
+from .fixed_routing import fixed_faults, fixed_features, masked_features, open_units
 from .gated_shell import GatedModel
 from .himalaya import HimalayaModel
 from .linalg import unit
@@ -40,7 +40,8 @@ class PromptMeans(nn.Module):
         x, prompt = nn.functional.embedding(input_ids, self.embedding).float(), attention_mask.float()
         given = instruction_mask.float() * prompt
         span = torch.where(given.sum(1, keepdim=True) > 0, given, prompt) * self.weight[input_ids]
-        return tuple(((w / w.sum(1, keepdim=True))[:, None] @ x).squeeze(1) for w in (prompt, span))
+        w = torch.stack([prompt, span], 1) # one pass over the embeddings for both means
+        return ((w / w.sum(2, keepdim=True)) @ x).unbind(1)
 
 # %% ../nbs/47c_onnx_adapters.ipynb #ffdd9977
 class SlotRouter(nn.Module):
@@ -61,14 +62,14 @@ class SlotRouter(nn.Module):
             self.register_buffer("opens", open_units(r, points).to(torch.uint8))
         self.fold(core.dictionary, used, norms)
     def fold(self, book, used, norms):
-        "Gains with the norms in them, and the inner products of the slots in use."
-        self.norm_rescaling, self.pairs = book.norm_rescaling, list(book.groups)
-        self.register_buffer("gain", book.gain.detach()[:, used])
-        self.register_buffer("scale", torch.stack(norms, 1)) # (used, sites)
-        for i, (r, w) in enumerate(self.pairs):
-            reads, writes = unit(book.read[r].detach()[used]), unit(book.write[w].detach()[used])
-            self.register_buffer(f"gram_{i}", (reads @ reads.T) * (writes @ writes.T))
-        self.groups, self.sites = book.groups, book.sites
+        "Gains, norms, and the inner products of the slots in use."
+        pairs = list(book.groups)
+        grams = [unit(book.read[r].detach()[used]) for r, _ in pairs], [unit(book.write[w].detach()[used]) for _, w in pairs]
+        self.norm_rescaling = book.norm_rescaling
+        self.register_buffer("gain", book.gain.detach()[:, used]) # (sites, used)
+        self.register_buffer("scale", torch.stack(norms)) # (sites, used)
+        self.register_buffer("gram", torch.stack([(r @ r.T) * (w @ w.T) for r, w in zip(*grams)])) # (pairs of spaces, used, used)
+        self.register_buffer("pair", torch.tensor([pairs.index(p) for p in book.spaces])) # (sites,)
     def forward(self, input_ids, attention_mask, instruction_mask): return slots_of(self, *self.means(input_ids, attention_mask, instruction_mask))
 
 def _half(x): # float16 where that loses nothing, as for snapped columns
@@ -87,10 +88,12 @@ def slots_of(
         phi = masked_features(at.router, e, at.opens[near].float())
     else: phi = fixed_features(at.router, e, tau)
     slots, opened = first_slots(phi @ at.w_logit.float(), at.owner, -1, at.threshold, at.limit)
-    a = torch.where(opened, (phi @ at.w_coefficient.float()).gather(1, slots), 0.)
+    acts = torch.zeros_like(phi[:, :1]).expand(-1, len(at.owner)).scatter(1, slots, opened.float())
+    v = (acts * (phi @ at.w_coefficient.float()))[:, None] * at.gain # (b, sites, used)
+    if at.norm_rescaling: v = v * torch.rsqrt(1 + ((v[:, :, None] @ at.gram[at.pair]).squeeze(2) * v).sum(-1, keepdim=True).clamp_min(0))
     slots = torch.where(opened, slots, 0)
-    grams = {p: getattr(at, f"gram_{i}")[slots[:, :, None], slots[:, None, :]] for i, p in enumerate(at.pairs)}
-    return slots, torch.stack(strengths(at, slots, a, grams), 1) * at.scale[slots].mT
+    out = (at.gamma * v * at.scale).gather(2, slots[:, None].expand(-1, len(at.pair), -1))
+    return slots, torch.where(opened[:, None], out, 0.)
 
 # %% ../nbs/47c_onnx_adapters.ipynb #4f1d1a8d
 class Sites(nn.Module):
@@ -112,15 +115,18 @@ class SlotSites(Sites):
     def __init__(self, core, packed: bool):
         super().__init__()
         book, used = core.dictionary, (core.owner >= 0).nonzero().squeeze(1)
-        self.spaces = [(f"read_{r}", f"write_{w}") for r, w in book.spaces]
-        self.norms = {}
-        for side, rows in dict(read=book.read, write=book.write).items():
-            for key, p in rows.items():
-                name, x = f"{side}_{key}", p.detach()[used]
-                self.norms[name] = 1 / x.norm(dim=1).clamp_min(1e-12) if book.norm_rescaling else torch.ones(len(used))
-                self.keep(name, pack_rows(*quantise_groups(x, core.parts.atom_bits), x.shape[1]) if packed else Rows(x.contiguous()))
+        tables = {f"{side}_{key}": p.detach()[used].contiguous() for side, rows in dict(read=book.read, write=book.write).items() for key, p in rows.items()}
+        self.spaces, self.n = [(f"read_{r}", f"write_{w}") for r, w in book.spaces], len(used)
+        self.norms = {n: 1 / x.norm(dim=1).clamp_min(1e-12) if book.norm_rescaling else torch.ones(len(used)) for n, x in tables.items()}
+        self.widths = {w: [n for n, x in tables.items() if x.shape[1] == w] for w in sorted({x.shape[1] for x in tables.values()})}
+        for w, names in self.widths.items():
+            x = torch.cat([tables[n] for n in names])
+            self.keep(f"width_{w}", pack_rows(*quantise_groups(x, core.parts.atom_bits), w) if packed else Rows(x))
     def begin(self, slots, coefficients):
-        self.now, self.v = {name: take_rows(self.rows(name), slots) for pair in self.spaces for name in pair}, coefficients
+        self.now, self.v = {}, coefficients
+        for w, names in self.widths.items():
+            at = (slots[:, None] + self.n * torch.arange(len(names))[:, None]).flatten(1) # (b, spaces · S)
+            self.now |= dict(zip(names, take_rows(self.rows(f"width_{w}"), at).split(slots.shape[1], 1)))
     def act(self, i, x, y): return residual(x, y, self.v[:, i:i + 1], *(self.now[name] for name in self.spaces[i]))
 
 # %% ../nbs/47c_onnx_adapters.ipynb #44d7d6e3
