@@ -84,7 +84,7 @@ def masked_mean(
     "Weighted mean over the tokens; `ValueError` naming the rows whose weights are all zero."
     w = weight.to(torch.float32)
     total = w.sum(1, keepdim=True)
-    if bool((total <= 0).any()):
+    if not torch.compiler.is_compiling() and bool((total <= 0).any()):
         rows = (total.squeeze(1) <= 0).nonzero().squeeze(1).tolist()
         raise ValueError(f"rows {rows[:8]} of the batch have no token to read: their prompt or instruction mask is empty; every row needs at least one")
     return torch.bmm((w / total)[:, None], embeddings.float()).squeeze(1)
@@ -199,7 +199,5 @@ def rarity(
     vocabulary: int, # size of the table
 ) -> Tensor: # (vocabulary,) SIF weights in (0, 1]
     "10⁻²/(10⁻² + p(x)) for every token id."
-    out = torch.ones(vocabulary, device=router.frequency.device)
-    known = router.counted >= 0
-    out[router.counted[known].long()] = 1e-2 / (1e-2 + router.frequency[known])
-    return out
+    place = torch.where(router.counted >= 0, router.counted, vocabulary).long() # places without a token go behind the table
+    return torch.ones(vocabulary + 1, device=place.device).scatter(0, place, 1e-2 / (1e-2 + router.frequency))[:vocabulary]
