@@ -1,0 +1,74 @@
+"""What an adapter costs in ONNX Runtime: exports of one backbone with each adapter and without, measured in turns by the script that also runs on a board.
+
+    python bench/onnx_latency.py --widths 128 256 512 1024
+    python bench/onnx_latency.py --widths 512 --methods himalaya lora-qv --pairs 30 --out /tmp/onnx.json
+    python bench/onnx_latency.py --widths 512 --keep exports                  # leaves the folders, to be copied to a board; see nbs/47b_onnx_session.ipynb
+
+Backbones are Llamas with random weights (4 layers; width 128 has the mini backbone's shape). Each adapter has learned --tasks tasks of random rows through the hooks of a stream, as in bench/torch_overhead.py, and is exported by export_onnx; `himalaya-float` and
+`lora-bank-float` keep their vectors unpacked. The measurement is himalaya_hest/onnx_session.py in a process of its own, which imports onnxruntime and numpy alone: rounds in which every export does the same work once, in an order drawn anew; process time.
+"""
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from block_parts import circumstances
+from torch_overhead import LAYERS, Contestant, backbone
+
+import himalaya_hest.onnx_session
+from himalaya_hest.onnx_export import export_onnx
+
+EXPORTS = {"himalaya": ("himalaya", {}), "himalaya-float": ("himalaya", dict(packed=False)), "lora-qv": ("lora-qv", {}), "lora-all": ("lora-all", {}), "lora-bank": ("lora-bank", {}),
+           "lora-bank-float": ("lora-bank", dict(packed=False)), "reft": ("reft", {}), "lilac": ("lilac", {})}
+INT8 = ("bare", "himalaya", "lora-qv") # also over an int8 backbone, with --int8
+
+
+def export_all(width, names, tasks, folder, int8):
+    "One folder an export, the bare backbone first."
+    a, out = SimpleNamespace(device="cpu", layers=0, tasks=tasks, train_tokens=32), []
+    base = backbone(width, a)
+    for name in ["bare", *names]:
+        method, options = EXPORTS.get(name, (name, {}))
+        export_onnx(base if name == "bare" else Contestant(method, base, a).adapter.model, folder / name, int8=int8, **options)
+        out.append(folder / name)
+    return out
+
+
+def measured(folders, a, out):
+    "What onnx_session.py finds, as a board would."
+    command = [sys.executable, himalaya_hest.onnx_session.__file__, *map(str, folders), "--pairs", str(a.pairs), "--threads", *map(str, a.threads), "--tokens", *map(str, a.tokens), "--out", str(out)]
+    if subprocess.run(command).returncode: raise SystemExit("the measurement failed")
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=sorted(LAYERS))
+    parser.add_argument("--methods", nargs="+", default=list(EXPORTS), choices=list(EXPORTS))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128])
+    parser.add_argument("--tasks", type=int, default=25)
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--int8", action="store_true", help="over an int8 backbone")
+    parser.add_argument("--keep", type=Path, help="folder for the exports; default: one that is deleted")
+    parser.add_argument("--out", type=Path, default=Path("nbs/records/onnx_latency.json"))
+    a = parser.parse_args()
+    names = [n for n in a.methods if not a.int8 or n in INT8]
+    found = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for width in a.widths:
+            start = time.perf_counter()
+            folder = (a.keep or Path(temporary)) / f"{width}{'-int8' if a.int8 else ''}"
+            folders = export_all(width, names, a.tasks, folder, a.int8)
+            print(f"width {width}: {len(folders)} exports in {time.perf_counter() - start:.0f} s", flush=True)
+            entry = measured(folders, a, Path(temporary) / "found.json")
+            command = f"python bench/onnx_latency.py --widths {width} --tokens {' '.join(map(str, a.tokens))} --pairs {a.pairs}" + " --int8" * a.int8
+            found[folder.name] = dict(width=width, layers=LAYERS[width], int8=a.int8, tasks=a.tasks, circumstances=circumstances(command, "cpu")) | entry
+            a.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__": main()
