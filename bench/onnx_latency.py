@@ -32,9 +32,10 @@ def export_all(width, names, tasks, folder, int8):
     a, out = SimpleNamespace(device="cpu", layers=0, tasks=tasks, train_tokens=32), []
     base = backbone(width, a)
     for name in ["bare", *names]:
+        out.append(folder / name)
+        if (folder / name / "onnx.json").exists(): continue
         method, options = EXPORTS.get(name, (name, {}))
         export_onnx(base if name == "bare" else Contestant(method, base, a).adapter.model, folder / name, int8=int8, **options)
-        out.append(folder / name)
     return out
 
 
@@ -54,7 +55,7 @@ def main():
     parser.add_argument("--tasks", type=int, default=25)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--int8", action="store_true", help="over an int8 backbone")
-    parser.add_argument("--keep", type=Path, help="folder for the exports; default: one that is deleted")
+    parser.add_argument("--keep", type=Path, help="folder of the exports, which stay; those that it has are not made again")
     parser.add_argument("--out", type=Path, default=Path("nbs/records/onnx_latency.json"))
     a = parser.parse_args()
     names = [n for n in a.methods if not a.int8 or n in INT8]

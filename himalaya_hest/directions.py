@@ -203,7 +203,7 @@ class TokenGates:
                 states = weights = nn.functional.one_hot(self.hard[row], 3).float()
             self.states[layer] = states
             if core.uses_masks: self.open[layer] = self._open(states)
-            if row not in self.spent and (core.training or self.counts): self._count(row, weights)
+            if core.training or self.counts: self._count(row, weights)
 
 # %% ../nbs/23_directions.ipynb #2e38d292
 def _read(self, layer, h):
@@ -239,8 +239,8 @@ TokenGates._read, TokenGates._open, TokenGates._decide = _read, _open, _decide
 # %% ../nbs/23_directions.ipynb #0ec36562
 def _count(self, row, weights):
     "Note a layer's energy from its states, or from their probabilities."
-    self.spent[row] = self.core.spend(row, weights, self.keys)
-    if self.counts: self.shares[row] = self.core.shares(row, weights)
+    self.spent.setdefault(row, self.core.spend(row, weights, self.keys)) # a checkpoint that runs the layer again has to save as many tensors as the first time
+    if self.counts: self.shares.setdefault(row, self.core.shares(row, weights))
 
 def _totals(self,
     headed: Tensor | None = None, # (b, n) bool: asked for logits; None: as the pass was told

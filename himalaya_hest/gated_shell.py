@@ -31,7 +31,7 @@ from .energy import DATASHEET_COST, forward_cost
 from .energy_budget import CallBuckets, EnergyReport, Joules, as_ratio
 from .gate_costs import CPU_COST_INT8, GateCosts, block_cost, block_costs, direction_costs
 from .hooks import StreamHooks
-from .shell import Place, ShellConfig, ShellLayer, ShellModel
+from .shell import Place, ShellConfig, ShellLayer, ShellModel, refuse_mixed
 from .spectral import top_directions
 
 # %% ../nbs/24_gated_shell.ipynb #5fa5b85e
@@ -419,6 +419,7 @@ def give_buckets(
 @contextlib.contextmanager
 def energy_asked(tuner, *args, **kwargs):
     "Keep the energy budget of a call of `generate` until it returns."
+    refuse_mixed(kwargs)
     budget = kwargs.get("energy_budget")
     if budget is None: asked = None
     else:

@@ -23,7 +23,7 @@ from .dictionary import Site, Update, ball
 from .himalaya import HimalayaModel, batch_contexts, find_sites, install
 from .hooks import StreamHooks, TaskContext
 from .linalg import quantise_rows, unit
-from .peft_bridge import add_peft_type, register_peft_method
+from .peft_bridge import add_peft_type, prepare_quantised, register_peft_method
 from .quant import dequantise_groups, pack_planes
 
 add_peft_type("LORA_BANK")
@@ -327,6 +327,8 @@ class LoraBankModel(HimalayaModel):
         "gpt_neox": ["attention.dense"], "gpt2": ["attn.c_proj"]}
     himalaya_core = property(lambda self: self._modules["lora_bank_core"]) # the name by which the shell knows its cores
     def _prepare_model(self, peft_config, model):
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False): raise ValueError(f"{type(model).__name__} is an encoder-decoder; the bank adapts decoders, whose prompt and answer are one row")
+        prepare_quantised(model)
         if "lora_bank_core" not in self._modules:
             install(self, model)
             self.lora_bank_core = self._modules.pop("himalaya_core")
