@@ -56,6 +56,7 @@ METHODS = {
     "olora": ("olora", {}), "gpm-lora": ("gpm-lora", {}), "lora-masked": ("lora-masked", {}), "hest-blocks": ("hest", BLOCKS), "hest-directions": ("hest", dict(scope="directions")), "tabs": ("tabs", dict(scope="directions")), "bhsp": ("bhsp", dict(scope="directions")),
 }
 BESIDE = {"himalaya": ["lora-same", "lora-all"]} # what is visited in the same rounds, beside bare
+WORKLOADS = ("forward", "generation", "training")
 FORWARD, GENERATION, TRAINING = ("forward",), ("prefill", "decode_first", "decode"), ("forward_backward", "training_step")
 
 
@@ -228,17 +229,18 @@ def flops(contestant, workload, batch):
 def measured(name, width, a):
     "The row of a method at a width."
     base = backbone(width, a)
-    contestants = [Contestant(n, base, a) for n in ("bare", name, *BESIDE.get(name, []))]
+    contestants = [Contestant(n, base, a) for n in ("bare", name, *([] if a.alone else BESIDE.get(name, [])))]
     prompt, train = rows(1, a.prompt_rows, a.tokens, 100, a.device, answer=0), rows(a.tasks, a.train_rows, a.train_tokens, 100, a.device)
     rng, times, clock = np.random.default_rng(0), {}, int(a.device.startswith("cuda"))
     for c in contestants: c.adapter.model.eval()
     acts = dict(evaluation=check_acts(contestants[1], contestants[0], prompt))
     count = dict(forward={c.name: flops(c, "forward", prompt) for c in contestants})
-    for workload in ("forward", "generation"): times |= in_turns(contestants, workload, prompt, a.pairs, rng)
+    for workload in a.workloads:
+        if workload != "training": times |= in_turns(contestants, workload, prompt, a.pairs, rng)
     for c in contestants: c.start(a.tasks)
     acts["training"] = check_acts(contestants[1], contestants[0], train, training=True)
     count["forward_backward"] = {c.name: flops(c, "training", train) for c in contestants}
-    times |= in_turns(contestants, "training", train, a.pairs, rng)
+    if "training" in a.workloads: times |= in_turns(contestants, "training", train, a.pairs, rng)
     share = {w: {n: f / of["bare"] - 1 for n, f in of.items() if n != "bare"} for w, of in count.items()}
     p = [q for q in contestants[1].adapter.model.parameters() if q.requires_grad]
     return dict(acts=acts, trainable_parameters=sum(q.numel() for q in p), workloads={part: told_of(of, name, clock) for part, of in times.items()}, flops=count, extra_flops_share=share)
@@ -293,7 +295,7 @@ def code_digest():
 def line(row):
     "A row in a line of print."
     def of(part, other="of_bare"):
-        r = row["workloads"][part].get(other)
+        r = row["workloads"].get(part, {}).get(other)
         return "" if r is None else "{value:.3f} [{low:.3f}, {high:.3f}]".format(**r["median_of_ratios"])
     text = ", ".join(f"{part} {of(part)}" for part in (*FORWARD, *GENERATION, *TRAINING))
     for other in BESIDE.get(row["method"], []): text += f"; of {other} " + ", ".join(f"{part} {of(part, 'of_' + other.replace('-', '_'))}" for part in (*FORWARD, "decode", *TRAINING))
@@ -315,6 +317,8 @@ def main():
     p.add_argument("--methods", nargs="+", type=some(str), default=[list(METHODS)])
     p.add_argument("--pairs", type=int, default=200)
     p.add_argument("--tokens", type=int, default=128, help="of a prompt")
+    p.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    p.add_argument("--alone", action="store_true", help="without the LoRAs on the same layers beside HIMALAYA")
     p.add_argument("--prompt-rows", type=int, default=1, help="prompts answered at once")
     p.add_argument("--new-tokens", type=int, default=8)
     p.add_argument("--train-rows", type=int, default=4)
@@ -335,13 +339,13 @@ def main():
         print("MEMORY" + json.dumps(memory_here(a.memory, a.widths[0], a)))
         return
     kept, digest = keep_memory(), code_digest()
-    settings = dict(pairs=a.pairs, tokens=a.tokens, new_tokens=a.new_tokens, train_rows=a.train_rows, train_tokens=a.train_tokens, tasks=a.tasks, threads=torch.get_num_threads())
+    settings = dict(workloads=a.workloads, pairs=a.pairs, tokens=a.tokens, new_tokens=a.new_tokens, train_rows=a.train_rows, train_tokens=a.train_tokens, tasks=a.tasks, threads=torch.get_num_threads())
     told = circumstances(" ".join(["python bench/torch_overhead.py", *(x for x in sys.argv[1:] if x != "--again")]), a.device)
     known = json.loads(a.out.read_text(encoding="utf-8"))["rows"] if a.out.exists() else []
     todo = [(w, m) for w in a.widths for m in a.methods]
     for i, (width, method) in enumerate(todo, 1):
         key = dict(width=width, layers=a.layers or LAYERS[width], prompt_rows=a.prompt_rows, method=method, device=told["device"])
-        same = lambda r, of: all(r[k] == v for k, v in of.items())
+        same = lambda r, of: all(r.get(k) == v for k, v in of.items())
         if not a.again and any(same(r, key | settings | dict(code=digest)) for r in known): print(f"{i}/{len(todo)} {width:5} {method}: in the record", flush=True); continue
         began = time.perf_counter()
         row = key | settings | dict(code=digest, command=told["command"], commit=told["commit"]) | measured(method, width, a)
