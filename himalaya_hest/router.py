@@ -21,22 +21,26 @@ class BudgetGates(torch.autograd.Function):
     def forward(ctx,
         z: Tensor, # (b, k) logits over temperature
         budget: float, # m, the expected number of open gates
+        grown: Tensor | None = None, # (k,) bool, gates that count, the others stay shut; None: all
     ) -> Tensor: # (b, k)
-        if z.shape[1] <= budget: pi = torch.ones_like(z)
+        of = (lambda pi: pi) if grown is None else (lambda pi: pi * grown)
+        if grown is not None: z = torch.where(grown, z, 0.)
+        if grown is None and z.shape[1] <= budget: pi = torch.ones_like(z)
         else:
             low, high = -z.amax(1, keepdim=True) - 20., -z.amin(1, keepdim=True) + 20.
             for _ in range(40): # 40 halvings leave less than float32 can tell
                 mid = (low + high) / 2
-                over = torch.sigmoid(z + mid).sum(1, keepdim=True) > budget
+                over = of(torch.sigmoid(z + mid)).sum(1, keepdim=True) > budget
                 low, high = torch.where(over, low, mid), torch.where(over, mid, high)
-            pi = torch.sigmoid(z + (low + high) / 2)
+            pi = of(torch.sigmoid(z + (low + high) / 2))
+            if grown is not None: pi = torch.where(grown.sum() <= budget, grown.to(pi.dtype), pi)
         ctx.save_for_backward(pi * (1 - pi))
         return pi
     @staticmethod
     def backward(ctx, grad):
         w, = ctx.saved_tensors
         mean = (w * grad).sum(1, keepdim=True) / w.sum(1, keepdim=True).clamp_min(1e-12)
-        return w * (grad - mean), None
+        return w * (grad - mean), None, None
 
 # %% ../nbs/12_router.ipynb #f6c84dda
 def falling(x: Tensor) -> Tensor: # (b, K) int64
