@@ -68,9 +68,10 @@ def masked_features(
     router: Router,
     e: Tensor, # (b, d)
     mask: Tensor, # (b, N)
+    w1: Tensor | None = None, # (N, d); None: the router's
 ) -> Tensor: # (b, N) of norm √N
     "√N normalise(relu(W₁e + b) ⊙ mask)."
-    h = torch.relu(((e - router.e_mean) / router.e_scale) @ router.w1.T + router.bias)
+    h = torch.relu(((e - router.e_mean) / router.e_scale) @ (router.w1 if w1 is None else w1).T + router.bias)
     return router.n_features**.5 * nn.functional.normalize(h * mask, dim=-1)
 
 # %% ../nbs/13d_fixed_routing.ipynb #9845cc61

@@ -59,6 +59,7 @@ class SlotRouter(nn.Module):
             at = r.prototype_scale > 0
             points = r.prototypes[at].float() * r.prototype_scale[at][:, None]
             self.register_buffer("points", points)
+            self.register_buffer("signs", r.w1.sign().to(torch.int8))
             self.register_buffer("opens", open_units(r, points).to(torch.uint8))
         self.fold(core.dictionary, used, norms)
     def fold(self, book, used, norms):
@@ -85,7 +86,7 @@ def slots_of(
     if at.tabled:
         t = (tau - at.router.t_mean) / at.router.t_scale
         near = (t[:, None] - at.points).square().sum(-1).argmin(1)
-        phi = masked_features(at.router, e, at.opens[near].float())
+        phi = masked_features(at.router, e, at.opens[near].float(), at.signs.float() / at.signs.shape[1]**.5)
     else: phi = fixed_features(at.router, e, tau)
     slots, opened = first_slots(phi @ at.w_logit.float(), at.owner, -1, at.threshold, at.limit)
     acts = torch.zeros_like(phi[:, :1]).expand(-1, len(at.owner)).scatter(1, slots, opened.float())

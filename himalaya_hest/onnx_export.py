@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Traced', 'past_shapes', 'eager_attention', 'quiet', 'traced', 'example', 'model_graph', 'router_graph', 'Weights',
-           'int8_graph', 'count_flops', 'flops_of', 'export_onnx', 'info_of', 'write_graphs']
+           'int8_graph', 'count_flops', 'flops_of', 'export_onnx', 'tensors_mb', 'info_of', 'write_graphs']
 
 # %% ../nbs/47d_onnx_export.ipynb #29d5febb
 import contextlib
@@ -188,11 +188,15 @@ def export_onnx(
         graphs = dict(model=int8_graph(proto, {t.name for t in proto.graph.initializer if t.name.startswith("sites.")}) if int8 else proto)
         if router is not None: graphs["router"] = router_graph(router, sites, arguments)
     finally: model.train(was)
-    info = info_of(model, pieces, past, arguments) | dict(flops=flops, packed=packed, int8=int8, all_logits=all_logits)
+    sizes = dict(adapter_mb=tensors_mb(proto, lambda n: n.startswith("sites.")), router_mb=tensors_mb(graphs["router"], lambda n: not n.endswith("embedding")) if router is not None else 0.)
+    info = info_of(model, pieces, past, arguments) | sizes | dict(flops=flops, packed=packed, int8=int8, all_logits=all_logits)
     write_graphs(folder, graphs, info)
     return info
 
 # %% ../nbs/47d_onnx_export.ipynb #606a123d
+def tensors_mb(proto, which) -> float: # 10⁶ bytes of the initializers whose names are meant
+    return sum(len(t.raw_data) for t in proto.graph.initializer if which(t.name)) / 1e6
+
 def info_of(model, pieces, past, arguments) -> dict:
     "What a session has to know, and what the export was made with."
     backbone, sites, router = pieces
@@ -200,12 +204,10 @@ def info_of(model, pieces, past, arguments) -> dict:
     eos = next((e for e in (config.eos_token_id, backbone.config.eos_token_id) if e is not None), -1)
     eos = eos if isinstance(eos, list) else [eos]
     pad = next((p for p in (config.pad_token_id, backbone.config.pad_token_id) if p is not None), max(eos[0], 0))
-    buffers = {} if sites is None else dict(sites.named_buffers())
     kind = model.active_peft_config.peft_type.value.lower().replace("_", "-") if isinstance(model, PeftModel) else None
     return dict(format=FORMAT, adapter=kind, routed=router is not None, past=past, kv_heads=[kv[0].shape[1] for kv in arguments[2]], head_dims=[kv[0].shape[3] for kv in arguments[2]],
                 prompt_inputs=list(sites.prompt_inputs) if sites is not None else [], eos_token_id=eos, pad_token_id=pad, vocab_size=backbone.config.vocab_size,
                 backbone=dict(model_type=backbone.config.model_type, hidden_size=backbone.config.hidden_size, layers=len(arguments[2])),
-                adapter_mb=sum(t.numel() * t.element_size() for t in buffers.values()) / 1e6,
                 versions={n: importlib.metadata.version(n) for n in ("torch", "transformers", "peft", "onnx", "onnxscript")})
 
 def write_graphs(folder, graphs, info) -> None:
