@@ -122,7 +122,9 @@ class SlotSites(Sites):
         self.widths = {w: [n for n, x in tables.items() if x.shape[1] == w] for w in sorted({x.shape[1] for x in tables.values()})}
         for w, names in self.widths.items():
             x = torch.cat([tables[n] for n in names])
-            self.keep(f"width_{w}", pack_rows(*quantise_groups(x, core.parts.atom_bits), w) if packed else Rows(x))
+            rows = pack_rows(*quantise_groups(x, core.parts.atom_bits), w) if packed else Rows(x)
+            if not torch.equal(take_rows(rows, torch.arange(len(x))[None])[0], x): raise ValueError(f"cannot be exported to ONNX: vectors of width {w} are not on their {core.parts.atom_bits}-bit grid, so packing would change the answers; export with packed=False")
+            self.keep(f"width_{w}", rows)
     def begin(self, slots, coefficients):
         self.now, self.v = {}, coefficients
         for w, names in self.widths.items():
@@ -201,6 +203,7 @@ def refusal(
     kind = "backbone" if not isinstance(model, PeftModel) else model.active_peft_config.peft_type.value.lower().replace("_", "-")
     if any("4bit" in type(m).__name__ or "8bit" in type(m).__name__ for m in model.modules()): return "the backbone is quantised by bitsandbytes, whose weights have no ONNX form: load it in float32 (int8=True quantises the export)"
     if any(p.dtype != torch.float32 for p in model.parameters()): return "the model is not in float32: call model.float() first"
+    if any(p.device.type != "cpu" for p in model.parameters()): return "the model is not on the CPU: call model.cpu() first"
     if not isinstance(model, PeftModel): return None
     if isinstance(tuner, GatedModel):
         return (f"{kind} decides for each token which blocks run, while it runs; an ONNX graph computes every block for every token, so the export would save nothing: run it in PyTorch")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .onnx_adapters import Sites, acting, take_apart
@@ -180,8 +180,8 @@ def export_onnx(
     "Write a model's graphs; `ValueError` with the reason for what cannot be exported."
     if missing := [n for n in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(n) is None]: raise ImportError(f"export_onnx needs {', '.join(missing)}: pip install 'himalaya_hest[onnx]'")
     folder, was = Path(folder), model.training
-    pieces = backbone, sites, router = take_apart(model.eval(), packed)
     try:
+        pieces = backbone, sites, router = take_apart(model.eval(), packed)
         arguments = example(backbone, sites, router)
         flops = flops_of(model, pieces, arguments)
         proto, past = model_graph(model, backbone, sites, arguments, all_logits)
