@@ -24,7 +24,7 @@ from .himalaya import HimalayaModel, batch_contexts, find_sites, install
 from .hooks import StreamHooks, TaskContext
 from .linalg import philox_signs, quantise_rows
 from .peft_bridge import RowStack, add_peft_type, register_peft_method
-from .router import nearest_prototype
+from .router import nearest_prototype, open_units
 from .tuner_shell import QV, ShellConfig, drawn_from
 
 add_peft_type("LORA_MASKED")
@@ -67,9 +67,7 @@ def opened(
     "m(τ): the components that W_t τ' ranks highest, τ' the nearest prototype. `RuntimeError` without statistics."
     if not seen.is_fitted:
         raise RuntimeError("the adapter has no statistics of generic text yet: call fit_statistics(tokenizer) once after get_peft_model, or load an adapter that was saved after it")
-    t = nearest_prototype(seen, (tau - seen.t_mean) / seen.t_scale)
-    top = (t @ signs.T).topk(n_open, dim=1).indices
-    return torch.zeros(len(t), len(signs), device=t.device).scatter_(1, top, 1.)
+    return open_units(nearest_prototype(seen, (tau - seen.t_mean) / seen.t_scale, scaled=False), signs, n_open)
 
 # %% ../nbs/37_masked_lora.ipynb #7ae42f3b
 class MaskedLora(nn.Module):
@@ -89,7 +87,7 @@ class MaskedLora(nn.Module):
         self.sites, self.r, self.n_open, self.alpha, self.router, gen = list(sites), r, n_open, alpha, Instructions(width), drawn_from(seed)
         self.A = nn.ParameterList([(2 * torch.rand(r, s.d_in, generator=gen) - 1) / s.d_in**.5 for s in self.sites]) # rows a_j
         self.B = nn.ParameterList([torch.zeros(r, s.d_out) for s in self.sites]) # rows b_j
-        self.register_buffer("signs", philox_signs(seed, 2, (r, width)) / width**.5, persistent=False)
+        self.register_buffer("signs", philox_signs(seed, 2, (r, width)), persistent=False)
     def route(self, e, tau): # each (b, d); the prompt's mean e is not used
         strength = opened(self.router, self.signs, tau, self.n_open) * (self.alpha / self.n_open)
         return Update(torch.arange(self.r, device=tau.device), [strength] * len(self.sites), list(self.A), list(self.B))

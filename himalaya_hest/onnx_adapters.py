@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer, LoraModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from .fixed_routing import fixed_faults, fixed_features, masked_features, open_units
+from .fixed_routing import fixed_faults, fixed_features, masked_features
 from .gated_shell import GatedModel
 from .himalaya import HimalayaModel
 from .linalg import unit
@@ -23,7 +23,7 @@ from .lora_bank import LoraBankModel
 from .onnx_step import Rows, pack_rows, residual, take_rows
 from .quant import pack_planes, quantise_groups
 from .reft import ReftModel, orthonormal, positions
-from .router import Router, first_slots, rarity
+from .router import Router, first_slots, open_units, rarity
 from .tuner_shell import PairCore
 
 # %% ../nbs/47c_onnx_adapters.ipynb #5c62e680
@@ -60,7 +60,7 @@ class SlotRouter(nn.Module):
             points = r.prototypes[at].float() * r.prototype_scale[at][:, None]
             self.register_buffer("points", points)
             self.register_buffer("signs", r.w1.sign().to(torch.int8))
-            self.register_buffer("opens", open_units(r, points).to(torch.uint8))
+            self.register_buffer("opens", open_units(r.prototypes[at].float(), r.wt, r.n_open).to(torch.uint8))
         self.fold(core.dictionary, used, norms)
     def fold(self, book, used, norms):
         "Gains, norms, and the inner products of the slots in use."

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['BudgetGates', 'falling', 'first_slots', 'open_slots', 'straight_through', 'masked_mean', 'Router',
-           'nearest_prototype', 'router_features', 'add_prototype', 'fit_router', 'count_tokens', 'rarity']
+           'nearest_prototype', 'open_units', 'router_features', 'add_prototype', 'fit_router', 'count_tokens',
+           'rarity']
 
 # %% ../nbs/12_router.ipynb #f40a0a4d
 import hashlib
@@ -111,7 +112,7 @@ class Router(nn.Module):
         w1, wt = philox_signs(seed, 1, (n_features, width)), philox_signs(seed, 2, (n_features, width))
         bias = philox_uniform(seed, 3, n_features)
         self.digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in (w1, wt, bias))).hexdigest()
-        for name, t in dict(w1=w1 / width**.5, wt=wt / width**.5, bias=bias).items(): self.register_buffer(name, t, persistent=False)
+        for name, t in dict(w1=w1 / width**.5, wt=wt, bias=bias).items(): self.register_buffer(name, t, persistent=False)
         for name in ("e_mean", "e_scale", "t_mean", "t_scale"): self.register_buffer(name, torch.zeros(width))
         self.register_buffer("counted", torch.full((n_counted,), -1, dtype=torch.int32))
         self.register_buffer("frequency", torch.zeros(n_counted))
@@ -129,12 +130,24 @@ Router.is_fitted = property(lambda self: bool(self.e_scale.any()))
 def nearest_prototype(
     router: Router,
     t: Tensor, # (b, d) standardised instruction means
+    scaled: bool = True, # False: in the whole numbers that are stored
 ) -> Tensor: # (b, d) the nearest prototype, or t itself while there is none
     "Nearest stored prototype in Euclidean distance."
     stored = router.prototype_scale > 0
     if not bool(stored.any()): return t
-    points = router.prototypes[stored].float() * router.prototype_scale[stored][:, None]
-    return points[torch.cdist(t, points).argmin(1)]
+    whole = router.prototypes[stored].float()
+    points = whole * router.prototype_scale[stored][:, None]
+    return (points if scaled else whole)[torch.cdist(t, points).argmin(1)]
+
+@torch.no_grad()
+def open_units(
+    t: Tensor, # (b, d) prototypes in whole numbers, or standardised instruction means
+    signs: Tensor, # (N, d) W_t
+    n_open: int,
+) -> Tensor: # (b, N) n_open ones in a row
+    "The units that W_t t ranks highest, equal ones by index. Exact in float32 for whole numbers up to 127 while d < 2¹⁷."
+    top = falling(t @ signs.T)[:, :n_open]
+    return torch.zeros(len(t), len(signs), device=t.device).scatter(1, top, 1.)
 
 # %% ../nbs/12_router.ipynb #b30bf9a3
 @torch.no_grad()
@@ -147,9 +160,7 @@ def router_features(
     if not router.is_fitted:
         raise RuntimeError("the router has no statistics of generic text yet: call fit_statistics(tokenizer) once after get_peft_model, or load an adapter that was saved after it")
     h = torch.relu(((e - router.e_mean) / router.e_scale) @ router.w1.T + router.bias)
-    t = nearest_prototype(router, (tau - router.t_mean) / router.t_scale)
-    top = (t @ router.wt.T).topk(router.n_open, dim=1).indices
-    mask = torch.zeros(len(t), router.n_features, device=h.device).scatter_(1, top, 1.)
+    mask = open_units(nearest_prototype(router, (tau - router.t_mean) / router.t_scale, scaled=False), router.wt, router.n_open)
     return router.n_features**.5 * nn.functional.normalize(h * (mask[:, None] if h.dim() == 3 else mask), dim=-1)
 
 # %% ../nbs/12_router.ipynb #289fce88
