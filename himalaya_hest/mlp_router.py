@@ -78,7 +78,7 @@ def mlp_features(
     tau: Tensor, # (b, d) mean embedding of the instruction
 ) -> Tensor: # (b, N) or (b, n, N); with a gradient to W₁ and b₁
     "φ = [relu(W₁(ẽ + τ̃) + b₁), 1]; `RuntimeError` without statistics."
-    if not router.is_fitted:
+    if not torch.compiler.is_compiling() and not router.is_fitted:
         raise RuntimeError("the router has no statistics of generic text yet: call fit_statistics(tokenizer) once after get_peft_model, or load an adapter that was saved after it")
     t = nearest_prototype(router, (tau - router.t_mean) / router.t_scale)
     x = (e - router.e_mean) / router.e_scale + (t[:, None] if e.dim() == 3 else t)

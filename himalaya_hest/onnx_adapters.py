@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer, LoraModel
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from .fixed_routing import fixed_faults, fixed_features, masked_features
+from .fixed_routing import fixed_faults
 from .gated_shell import GatedModel
 from .himalaya import HimalayaModel
 from .linalg import unit
@@ -23,7 +23,7 @@ from .lora_bank import LoraBankModel
 from .onnx_step import Rows, pack_rows, residual, take_rows
 from .quant import pack_planes, quantise_groups
 from .reft import ReftModel, orthonormal, positions
-from .router import Router, first_slots, open_units, rarity
+from .router import Router, first_slots, masked_features, open_units, rarity
 from .tuner_shell import PairCore
 
 # %% ../nbs/47c_onnx_adapters.ipynb #5c62e680
@@ -87,7 +87,7 @@ def slots_of(
         t = (tau - at.router.t_mean) / at.router.t_scale
         near = (t[:, None] - at.points).square().sum(-1).argmin(1)
         phi = masked_features(at.router, e, at.opens[near].float(), at.signs.float() / at.signs.shape[1]**.5)
-    else: phi = fixed_features(at.router, e, tau)
+    else: phi = at.router.features(e, tau)
     slots, opened = first_slots(phi @ at.w_logit.float(), at.owner, -1, at.threshold, at.limit)
     acts = torch.zeros_like(phi[:, :1]).expand(-1, len(at.owner)).scatter(1, slots, opened.float())
     v = (acts * (phi @ at.w_coefficient.float()))[:, None] * at.gain # (b, sites, used)

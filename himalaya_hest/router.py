@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BudgetGates', 'falling', 'first_slots', 'open_slots', 'straight_through', 'masked_mean', 'Router',
-           'nearest_prototype', 'open_units', 'router_features', 'add_prototype', 'fit_router', 'count_tokens',
-           'rarity']
+           'nearest_prototype', 'open_units', 'router_features', 'masked_features', 'add_prototype', 'fit_router',
+           'count_tokens', 'rarity']
 
 # %% ../nbs/12_router.ipynb #f40a0a4d
 import hashlib
@@ -132,12 +132,13 @@ def nearest_prototype(
     t: Tensor, # (b, d) standardised instruction means
     scaled: bool = True, # False: in the whole numbers that are stored
 ) -> Tensor: # (b, d) the nearest prototype, or t itself while there is none
-    "Nearest stored prototype in Euclidean distance."
-    stored = router.prototype_scale > 0
-    if not bool(stored.any()): return t
-    whole = router.prototypes[stored].float()
-    points = whole * router.prototype_scale[stored][:, None]
-    return (points if scaled else whole)[torch.cdist(t, points).argmin(1)]
+    "Nearest stored prototype in Euclidean distance; no shape hangs on how many are stored."
+    if not len(router.prototypes): return t
+    whole, stored = router.prototypes.float(), router.prototype_scale > 0
+    points = whole * router.prototype_scale[:, None]
+    far = points.square().sum(1) - 2 * t @ points.T # ‖t − p‖² without ‖t‖²
+    near = far.masked_fill(~stored, torch.inf).argmin(1)
+    return torch.where(stored.any(), (points if scaled else whole)[near], t)
 
 @torch.no_grad()
 def open_units(
@@ -157,11 +158,21 @@ def router_features(
     tau: Tensor, # (b, d) mean embedding of the instruction
 ) -> Tensor: # (b, N) or (b, n, N) of norm √N, or zero where no open unit is positive
     "φ = √N normalise(relu(W₁e + b) ⊙ mask(τ))."
-    if not router.is_fitted:
+    if not torch.compiler.is_compiling() and not router.is_fitted:
         raise RuntimeError("the router has no statistics of generic text yet: call fit_statistics(tokenizer) once after get_peft_model, or load an adapter that was saved after it")
-    h = torch.relu(((e - router.e_mean) / router.e_scale) @ router.w1.T + router.bias)
     mask = open_units(nearest_prototype(router, (tau - router.t_mean) / router.t_scale, scaled=False), router.wt, router.n_open)
-    return router.n_features**.5 * nn.functional.normalize(h * (mask[:, None] if h.dim() == 3 else mask), dim=-1)
+    return masked_features(router, e, mask[:, None] if e.dim() == 3 else mask)
+
+@torch.no_grad()
+def masked_features(
+    router: Router,
+    e: Tensor, # (..., d)
+    mask: Tensor, # (..., N)
+    w1: Tensor | None = None, # (N, d); None: the router's
+) -> Tensor: # (..., N) of norm √N
+    "√N normalise(relu(W₁e + b) ⊙ mask)."
+    h = torch.relu(((e - router.e_mean) / router.e_scale) @ (router.w1 if w1 is None else w1).T + router.bias)
+    return router.n_features**.5 * nn.functional.normalize(h * mask, dim=-1)
 
 # %% ../nbs/12_router.ipynb #289fce88
 @torch.no_grad()
