@@ -6,11 +6,11 @@
 __all__ = ['COLUMNS', 'FAMILIES', 'SHAPES', 'FOUR', 'EIGHT', 'NO_CACHE', 'STATIC', 'BEAMS', 'TABLE', 'NOTES', 'PACKAGES',
            'RECORD', 'Subject', 'both_tasks', 'close', 'plain_logits', 'random_decoder', 'check_family', 'prompts',
            'left_padded', 'answers', 'by_hand', 'check_greedy', 'check_same_as_greedy', 'check_left_padding',
-           'check_sampling', 'check_assisted', 'gradients', 'assert_gradients', 'check_checkpointing', 'DriveHooks',
-           'HookedTrainer', 'mean_loss', 'check_trainer', 'check_compiled', 'NotInstalled', 'quantised', 'check_bits',
-           'check_saved', 'check_disabled', 'check_merged', 'pair_of', 'check_several', 'check_mixed_adapters',
-           'shortened', 'refused', 'quiet', 'cell', 'fill', 'note_of', 'versions', 'lowest_pins', 'lowest_of',
-           'markdown', 'differences', 'failing', 'main']
+           'check_sampling', 'check_assisted', 'gradients', 'assert_gradients', 'check_checkpointing', 'mean_loss',
+           'check_trainer', 'check_compiled', 'NotInstalled', 'quantised', 'check_bits', 'check_saved',
+           'check_disabled', 'check_merged', 'pair_of', 'check_several', 'check_mixed_adapters', 'shortened', 'refused',
+           'quiet', 'cell', 'fill', 'note_of', 'versions', 'lowest_pins', 'lowest_of', 'markdown', 'differences',
+           'failing', 'main']
 
 # %% ../nbs/49a_ecosystem.ipynb #eco00003
 import argparse
@@ -38,6 +38,7 @@ from .hooks import TaskContext
 from .peft_bridge import prepare_quantised
 from .registry import Adapter, adapter_tensors, build_adapter, load_adapter_tensors, training_defaults
 from .shell import ShellLayer, tiny_backbone
+from .trainer import DriveHooks, HookedTrainer
 
 # %% ../nbs/49a_ecosystem.ipynb #eco00006
 COLUMNS = { # name → method, fields of its config
@@ -197,24 +198,6 @@ def assert_gradients(a: dict, b: dict, eps: float) -> None: # eps: of each, rela
 
 def check_checkpointing(subject: Subject, reentrant: bool) -> None:
     assert_gradients(gradients(subject.under_way, checkpointing=dict(use_reentrant=reentrant)), gradients(subject.under_way), 1e-4)
-
-# %% ../nbs/49a_ecosystem.ipynb #eco00018
-class DriveHooks(transformers.TrainerCallback):
-    "Calls the hooks of a stream at the moments of `Trainer`."
-    def __init__(self, hooks, task: TaskContext): self.hooks, self.task = hooks, task
-    def on_train_begin(self, args, state, control, **kwargs): self.hooks.on_task_start(self.task)
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.hooks.after_backward()
-        self.old = {n: p.detach().clone() for n, p in self.hooks.tracked_parameters().items()}
-    def on_optimizer_step(self, args, state, control, **kwargs): self.hooks.after_optimizer_step(self.old)
-    def on_train_end(self, args, state, control, model=None, **kwargs): model.eval(); self.hooks.on_task_end(self.task.loader)
-
-class HookedTrainer(transformers.Trainer):
-    "Adds what hooks add to the loss; `hooks` is set after it is made."
-    def compute_loss(self, model, inputs, **kwargs):
-        loss = super().compute_loss(model, inputs, **kwargs)
-        if not model.training: return loss
-        return sum((t for t in (self.hooks.extra_loss(model, inputs), self.hooks.micro_batch_loss(model, inputs, 1.)) if t is not None), loss)
 
 # %% ../nbs/49a_ecosystem.ipynb #eco00019
 def mean_loss(adapter: Adapter, batch: dict) -> float: # nats a target token
