@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import write_atomic
+from .config import checked_parameters
 from .continual_metrics import evaluated_rows, retained_accuracy
 from .meters import joules_source
 from .pairs import FEWEST, bca_interval, by_pair, is_number, median_interval, method_of
 from .records import Table, finished_runs, is_complete, load_record, load_records, record_path, run_role, same_world, summary_table, task_table
 from .report import DARK, LIGHT, MIDDLE, Chart, new_figure, plain_axes, run_charts, run_report
 from .standings import CHANCE, MAIN_PAIRS, _mean_of, chance_runs, chance_scores, exploratory_table, grouped_table, main_table, paired_table
-from .tasks import nearest
 
 # %% ../nbs/45a_comparison.ipynb #562f3dc8
 def zero_shot_scores(
@@ -325,8 +325,4 @@ def evaluation_parameters(
     given: dict, # name → value, as the notebook was given them
 ) -> dict: # the same
     "Refuse (ValueError) names that the evaluation does not know, with the nearest that it does, and values of another type."
-    for name, value in given.items():
-        if name not in _EVALUATED:
-            raise ValueError(f"unknown parameter {name}{nearest(name, _EVALUATED) or '.'} Known: {', '.join(_EVALUATED)}")
-        if not isinstance(value, _EVALUATED[name]): raise ValueError(f"parameter {name} is {value!r} ({type(value).__name__}), expected {' or '.join(t.__name__ for t in _EVALUATED[name])}; papermill -r {name} {value} hands it over as text")
-    return given
+    return checked_parameters(given, _EVALUATED)

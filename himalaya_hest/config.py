@@ -7,7 +7,7 @@ __all__ = ['CHOICES', 'SCALES', 'STUDIES', 'REVISIONS', 'SHORT_STREAM', 'LONG_PO
            'MIRROR', 'PROJECT', 'BUDGETED', 'OVER_BLOCKS', 'ENERGY_TRAINING', 'TrainingParameters',
            'EvaluationParameters', 'EnergyParameters', 'EWCParameters', 'SearchParameters', 'evaluation_schedule',
            'Scaled', 'RunConfig', 'told_parameters', 'parameters_digest', 'default_run_id', 'resolve', 'scope_of',
-           'energy_training', 'notebook_parameters', 'save_config', 'load_config']
+           'energy_training', 'notebook_parameters', 'checked_parameters', 'save_config', 'load_config']
 
 # %% ../nbs/41_config.ipynb #5cf0edee
 import difflib
@@ -24,6 +24,7 @@ from .meters import METERS
 from .presets import PARTS, parts_of
 from .registry import EWC_DEFAULTS, parse_adapter, resolve_adapter_config, searched_defaults, training_defaults
 from .streaming import STREAMING
+from .tasks import nearest
 
 # %% ../nbs/41_config.ipynb #06432ac0
 CHOICES = {
@@ -558,6 +559,18 @@ def notebook_parameters(
 ) -> dict: # name → value
     "The parameters of a notebook: every public name that appeared since `before`."
     return {k: v for k, v in names.items() if k not in before and not k.startswith("_")}
+
+def checked_parameters(
+    given: dict, # name → value, as a notebook was given them
+    types: dict[str, tuple], # name → types that fit
+) -> dict: # the same
+    "Refuse (ValueError) names that are not known, with the nearest that is, and values of another type."
+    for name, value in given.items():
+        if name not in types: raise ValueError(f"unknown parameter {name}{nearest(name, types) or '.'} Known: {', '.join(types)}")
+        if not isinstance(value, types[name]):
+            told = f"; papermill -r {name} {value} hands it over as text" if str in types[name] else ""
+            raise ValueError(f"parameter {name} is {value!r} ({type(value).__name__}), expected {' or '.join(t.__name__ for t in types[name])}{told}")
+    return given
 
 def save_config(config: RunConfig, path: str | Path) -> None:
     "Write a resolved run as YAML, to be run again with `papermill -f`."

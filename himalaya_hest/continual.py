@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'SCORES', 'held_as', 'load_backbone', 'backbone_digest', 'not_loaded', 'stream_of',
-           'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'ContinualRun', 'early_stopping',
-           'note_scores', 'save_run', 'restore_run', 'claim_folder', 'lessons_of', 'lesson_steps', 'run_task',
-           'evaluate_seen', 'evaluate_all', 'sizes_of', 'train_stream', 'evaluate_backbone', 'final_tasks',
+           'row_length', 'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'ContinualRun',
+           'early_stopping', 'note_scores', 'save_run', 'restore_run', 'claim_folder', 'lessons_of', 'lesson_steps',
+           'run_task', 'evaluate_seen', 'evaluate_all', 'sizes_of', 'train_stream', 'evaluate_backbone', 'final_tasks',
            'evaluate_final', 'final_part', 'evaluate_energy', 'energy_summary', 'write_predictions', 'score_matrix',
            'versions', 'code_version', 'device_info', 'world_of', 'development_digest', 'task_info', 'peak_memory_mb',
            'make_record', 'run_continual']
@@ -131,6 +131,10 @@ def stream_of(
     return replace(stream, tasks=tuple(scored_as(t, config.allow_code_execution) for t in stream.tasks[:config.n_tasks or None]))
 
 # %% ../nbs/46_continual.ipynb #c96c17a4
+def row_length(config: RunConfig, model) -> int: # tokens
+    "The most that prompt and target may have together: what was asked for, as far as the backbone has it."
+    return min(config.training["max_length"] or 1024, getattr(model.config, "max_position_embeddings", 1024))
+
 @dataclass
 class TaskData:
     "One task of a stream, ready to be trained and evaluated."
@@ -237,8 +241,7 @@ class ContinualRun:
         self.model, self.tokenizer, self.backbone = load_backbone(config.model, config.model_revision, config.dtype, config.quantisation)
         self.tokenizer = as_asked(self.tokenizer, config.chat_template)
         if self.tokenizer.chat_template and not getattr(self.tokenizer, "chat", None): log.info("the tokenizer of %s has a chat template, which this run does not use; chat_template: true sends prompts through it", config.model)
-        context = getattr(self.model.config, "max_position_embeddings", 1024)
-        self.max_length = min(config.training["max_length"] or 1024, context)
+        self.max_length = row_length(config, self.model)
         self.data = load_tasks(config, self.stream, self.source, self.tokenizer, self.max_length, self.progress)
         self.order = task_order([t.name for t in self.stream.tasks], config.order_seed)
         self.kept = [KeptRows(self.data[n].train, config.replay_share, mixed_seed(config.seed, "replay", n)) for n in self.order] if config.protocol == "replay" else []

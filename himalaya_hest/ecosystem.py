@@ -9,11 +9,12 @@ __all__ = ['COLUMNS', 'FAMILIES', 'SHAPES', 'FOUR', 'EIGHT', 'NO_CACHE', 'STATIC
            'check_sampling', 'check_assisted', 'gradients', 'assert_gradients', 'check_checkpointing', 'mean_loss',
            'check_trainer', 'check_compiled', 'NotInstalled', 'quantised', 'check_bits', 'check_saved',
            'check_disabled', 'check_merged', 'pair_of', 'check_several', 'check_mixed_adapters', 'shortened', 'refused',
-           'quiet', 'cell', 'fill', 'note_of', 'versions', 'lowest_pins', 'lowest_of', 'markdown', 'differences',
+           'quiet', 'cell', 'fill', 'note_of', 'versions', 'lowest_pins', 'lowest_of', 'table_of', 'differences',
            'failing', 'main']
 
 # %% ../nbs/49a_ecosystem.ipynb #eco00003
 import argparse
+import configparser
 import contextlib
 import importlib.metadata
 import json
@@ -36,6 +37,7 @@ from torch import nn
 from .family import ByteTokenizer, backbone_of, drive, heard, logits_of, same, toy_rows
 from .hooks import TaskContext
 from .peft_bridge import prepare_quantised
+from .records import Table
 from .registry import Adapter, adapter_tensors, build_adapter, load_adapter_tensors, training_defaults
 from .shell import ShellLayer, tiny_backbone
 from .trainer import DriveHooks, HookedTrainer
@@ -417,17 +419,22 @@ def lowest_pins(
     return out
 
 def lowest_of(settings: Path) -> list[str]: # settings.ini → pins
-    fields = dict(re.findall(r"^(\w+)\s*=\s*(.*)$", settings.read_text(encoding="utf-8"), re.M))
+    parser = configparser.ConfigParser(delimiters=["="], interpolation=None)
+    parser.read_string(settings.read_text(encoding="utf-8"))
+    fields = parser["DEFAULT"]
     return lowest_pins(fields["requirements"]) + [p for p in lowest_pins(fields["dev_requirements"]) if p.partition("==")[0] in ("bitsandbytes", "pytest")]
 
 # %% ../nbs/49a_ecosystem.ipynb #eco00035
 RECORD = Path("nbs/records/ecosystem.json")
 
-def markdown(rows: dict) -> str: # row → column → cell
+def table_of(
+    group: str,
+    rows: dict[str, dict[str, str]], # row → column → cell
+    shown: Callable[[str], str] = str, # what stands for a cell
+) -> Table:
     "One group of the table."
     columns = list(next(iter(rows.values())))
-    lines = [["", *columns], ["---"] * (len(columns) + 1), *([row, *(cells[c] for c in columns)] for row, cells in rows.items())]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return Table(group, ["", *columns], [[row, *(shown(cells[c]) for c in columns)] for row, cells in rows.items()])
 
 def differences(now: dict, before: dict) -> list[str]: # sentences
     "Where two tables differ, without the cells of what is not installed."
@@ -452,7 +459,7 @@ def main(
         print("\n".join(lowest_of(Path("settings.ini"))))
         return 0
     table = fill()
-    for group, rows in table.items(): print(f"\n{group}\n\n{markdown(rows)}")
+    for group, rows in table.items(): print(f"\n{table_of(group, rows).markdown()}")
     print("\n" + ", ".join(f"{n} {v or 'not installed'}" for n, v in versions().items()))
     if args.out: args.out.write_text(json.dumps(dict(command=f"python -m himalaya_hest.ecosystem --out {args.out.as_posix()}", versions=versions(), cells=table), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     wrong = failing(table) + (differences(table, json.loads(args.check.read_text(encoding="utf-8"))["cells"]) if args.check else [])
