@@ -42,10 +42,11 @@ from int8_products import keep_memory
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from himalaya_hest.checkpoint import write_atomic
 from himalaya_hest.hooks import HookList, TaskContext
 from himalaya_hest.registry import Adapter, build_adapter
 from himalaya_hest.target_loss import target_logits, target_loss
-from himalaya_hest.training import make_optimizer
+from himalaya_hest.training import make_optimizer, model_inputs
 
 LAYERS = {128: 4, 256: 4, 512: 4, 1024: 4} # 1 x 128 tokens stay far below half a second on one thread
 VOCABULARY, INSTRUCTION, ANSWER, ROWS, MANY = 2048, 8, 8, 4, 10**6
@@ -103,7 +104,7 @@ class Contestant:
         self.optimizer = make_optimizer(self.adapter, dict(learning_rate=1e-2, weight_decay=0., adam_beta1=.9, adam_beta2=.999))
         for batch in self.batches(task)[:2]: self.step(batch)
         for g in self.optimizer.param_groups: g["lr"] = 1e-9
-    def inputs(self, batch): return {k: batch[k] for k in ("input_ids", "attention_mask", *(("prompt_mask", "instruction_mask") if self.adapter.takes_masks else ()))}
+    def inputs(self, batch): return model_inputs(batch, self.adapter.takes_masks, self.a.device)
     def forward(self, batch):
         with torch.no_grad(): return self.adapter.model(**self.inputs(batch), use_cache=False, logits_to_keep=1).logits
     def forward_backward(self, batch):
@@ -250,13 +251,13 @@ def backbone(width, a): return random_backbone(llama_config(width, a.layers or L
 
 
 def peak_mb(a):
-    "Largest memory of this process, or of its GPU, since the last call."
+    "Largest memory of this process, or of its GPU, since the last call, in 10⁶ bytes."
     if a.device.startswith("cuda"):
-        peak = torch.cuda.max_memory_allocated() / 2**20
+        peak = torch.cuda.max_memory_allocated() / 1e6
         torch.cuda.reset_peak_memory_stats()
         return peak
-    try: peak = next(int(l.split()[1]) / 1024 for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
-    except (OSError, StopIteration): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    try: peak = next(int(l.split()[1]) * 1024 / 1e6 for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
+    except (OSError, StopIteration): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     try: Path("/proc/self/clear_refs").write_text("5")
     except OSError: pass
     return peak
@@ -303,11 +304,9 @@ def line(row):
 
 
 def write(path, record):
-    "Beside, then renamed: a run that is stopped leaves a whole record."
+    "Five digits of each figure; a run that is stopped leaves a whole record."
     rounded = json.loads(json.dumps(record), parse_float=lambda x: float(f"{float(x):.5g}"))
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_atomic(path, json.dumps(rounded, indent=1) + "\n")
 
 
 def main():
