@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .tasks import Example
 
@@ -300,14 +301,16 @@ class TaskLoader:
         seed: int, # seed of the order
         start_step: int = 0, # batches to leave out at the start
         epoch: int = 0, # which pass, part of the seed
+        num_workers: int = 0, # processes that prepare batches ahead; the batches are the same
     ):
         if batch_size < 1: raise ValueError(f"batch_size is {batch_size}, expected at least 1")
-        self.dataset, self.collator, self.batch_size, self.seed, self.epoch = dataset, collator, batch_size, seed, epoch
+        self.dataset, self.collator, self.batch_size, self.seed, self.epoch, self.num_workers = dataset, collator, batch_size, seed, epoch, num_workers
         self.n_steps = -(-len(dataset) // batch_size)
         if not 0 <= start_step <= self.n_steps: raise ValueError(f"start_step is {start_step}, expected 0 to {self.n_steps}, the steps of this task")
         self.start_step = start_step
     def __len__(self) -> int: return self.n_steps - self.start_step
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        order = row_order(len(self.dataset), self.seed, self.epoch)
-        for step in range(self.start_step, self.n_steps):
-            yield self.collator([self.dataset[i] for i in order[step * self.batch_size:(step + 1) * self.batch_size]])
+        order, n = row_order(len(self.dataset), self.seed, self.epoch), self.batch_size
+        groups = [order[step * n:(step + 1) * n] for step in range(self.start_step, self.n_steps)]
+        if not self.num_workers: yield from (self.collator([self.dataset[i] for i in group]) for group in groups)
+        else: yield from DataLoader(self.dataset, batch_sampler=groups, collate_fn=self.collator, num_workers=self.num_workers, generator=torch.Generator()) # a generator of its own, or it would draw from torch's

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['CHOICES', 'SCALES', 'STUDIES', 'REVISIONS', 'SHORT_STREAM', 'LONG_POINTS', 'SCHEDULES', 'BOUND_TO_TASKS', 'SILENT',
-           'MIRROR', 'PROJECT', 'BUDGETED', 'OVER_BLOCKS', 'ENERGY_TRAINING', 'TrainingParameters',
+           'WITHOUT_EFFECT', 'MIRROR', 'PROJECT', 'BUDGETED', 'OVER_BLOCKS', 'ENERGY_TRAINING', 'TrainingParameters',
            'EvaluationParameters', 'EnergyParameters', 'EWCParameters', 'SearchParameters', 'evaluation_schedule',
-           'Scaled', 'RunConfig', 'told_parameters', 'parameters_digest', 'default_run_id', 'resolve', 'scope_of',
-           'energy_training', 'notebook_parameters', 'checked_parameters', 'save_config', 'load_config']
+           'Scaled', 'RunConfig', 'plain_name', 'told_parameters', 'parameters_digest', 'default_run_id', 'resolve',
+           'scope_of', 'energy_training', 'notebook_parameters', 'checked_parameters', 'save_config', 'load_config']
 
 # %% ../nbs/41_config.ipynb #5cf0edee
 import difflib
@@ -101,6 +101,7 @@ class TrainingParameters:
     bf16: bool | None = None # autocast to bfloat16; None: as the scale says
     gradient_checkpointing: bool | None = None # recompute activations in the backward pass; None: as the scale says
     checkpoint_interval_s: float = 20. # seconds between two checkpoints inside a task
+    dataloader_num_workers: int = 0 # processes that prepare batches; figures are the same with any number
     eval_steps: int = 0 # optimiser steps between two evaluations on a task's `development` rows, for early stopping; 0: none
     early_stopping_patience: int = 3 # such evaluations in a row without a better score after which a task ends
 
@@ -258,7 +259,7 @@ def _check_ranges(cfg, training, evaluation):
     positive |= {f"evaluation.{k}": getattr(evaluation, k) for k in ("per_device_eval_batch_size", "max_eval_rows", "final_eval_rows", "max_new_tokens", "latency_new_tokens", "max_development_rows")}
     for name, value in positive.items():
         if value is not None and not 0 < value < float("inf"): raise ValueError(f"parameter {name} = {value!r} must be a positive number.")
-    from_zero = {f"training.{k}": getattr(training, k) for k in ("weight_decay", "warmup_steps", "checkpoint_interval_s", "eval_steps")}
+    from_zero = {f"training.{k}": getattr(training, k) for k in ("weight_decay", "warmup_steps", "checkpoint_interval_s", "eval_steps", "dataloader_num_workers")}
     from_zero |= {"evaluation.latency_pairs": evaluation.latency_pairs, "ewc.strength": cfg.ewc.get("strength"), "ewc.decay": cfg.ewc.get("decay")}
     for name, value in from_zero.items():
         if value is not None and not 0 <= value < float("inf"): raise ValueError(f"parameter {name} = {value!r} must be a number from 0 on.")
@@ -276,11 +277,17 @@ def _check_ranges(cfg, training, evaluation):
     if training.max_steps == 0 or training.max_steps < -1: raise ValueError(f"parameter training.max_steps = {training.max_steps} must be positive, or -1.")
     if evaluation.num_beams < 1: raise ValueError(f"parameter evaluation.num_beams = {evaluation.num_beams} must be at least 1, which is greedy.")
 
+def plain_name(
+    name: str, # of a run
+) -> bool:
+    "Whether a text can name one folder and nothing else: printable, at most 200 bytes, no part of a path, not hidden."
+    return isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= 200 and name == name.strip() and not name.startswith(".") and not set(name) & set("/\\")
+
 def _check_places(cfg):
     for name in ("stream", "model", "results_dir", "cache_dir"):
         if not getattr(cfg, name).strip(): raise ValueError(f"parameter {name} is empty.")
-    if cfg.run_id and (Path(cfg.run_id).name != cfg.run_id or cfg.run_id.startswith(".") or cfg.run_id != cfg.run_id.strip() or cfg.run_id == "comparison"):
-        raise ValueError(f"parameter run_id = {cfg.run_id!r} must be a plain folder name: without '/', not starting with '.', and not 'comparison', where runs are compared.")
+    if cfg.run_id and (not plain_name(cfg.run_id) or cfg.run_id == "comparison"):
+        raise ValueError(f"parameter run_id = {cfg.run_id[:200]!r} must be a plain folder name: printable, without '/' and '\\', not starting with '.', of at most 200 bytes, and not 'comparison', where runs are compared.")
     if cfg.model_revision and (cfg.model == "mini" or Path(cfg.model).expanduser().is_dir()): raise ValueError(f"parameter model_revision = {cfg.model_revision!r}, but model {cfg.model!r} is no repository of the hub; leave it empty.")
     if cfg.source == "local" and not cfg.data_dir: raise ValueError("source 'local' needs data_dir, a folder of <task>/{train,validation}.jsonl (or CSV, Parquet, save_to_disk).")
     if cfg.source == "local" and not Path(cfg.data_dir).expanduser().is_dir(): raise ValueError(f"parameter data_dir = {cfg.data_dir!r} is no folder that exists.")
@@ -318,6 +325,8 @@ SILENT = { # parameters that came later than the first records, and the values w
     "energy": dict(latency_batch_sizes=[1]),
 }
 
+WITHOUT_EFFECT = ("dataloader_num_workers",) # training parameters that change no figure
+
 MIRROR = dict(tracker="off", wandb_entity="", wandb_project="") # parameters that say where a run is shown, as all runs are compared
 PROJECT = "himalaya-hest" # of W&B, where none is named
 
@@ -327,7 +336,8 @@ def told_parameters(
     "What two runs are compared by."
     heard = lambda values, group: {k: v for k, v in values.items() if k not in SILENT[group] or v != SILENT[group][k]}
     out = heard(parameters | {k: v for k, v in MIRROR.items() if k in parameters}, "") | ({"replay_share": parameters["replay_share"]} if parameters.get("protocol") == "replay" else {})
-    return out | {g: heard(out[g], g) for g in ("evaluation", "training", "energy") if isinstance(out.get(g), dict)}
+    out |= {g: heard(out[g], g) for g in ("evaluation", "training", "energy") if isinstance(out.get(g), dict)}
+    return out | ({"training": {k: v for k, v in out["training"].items() if k not in WITHOUT_EFFECT}} if "training" in out else {})
 
 def parameters_digest(
     config: RunConfig, # resolved
@@ -583,7 +593,7 @@ def load_config(path: str | Path) -> RunConfig:
     "Read and check a run file."
     import yaml
     try: values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e: raise ValueError(f"run file {path} cannot be read: {e}") from e
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as e: raise ValueError(f"run file {path} cannot be read: {e}") from e
     if not isinstance(values, dict): raise ValueError(f"run file {path} holds {type(values).__name__}, expected names and values")
     try: return resolve(values)
     except ValueError as e: raise ValueError(f"run file {path}: {e}") from e

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'SCORES', 'held_as', 'load_backbone', 'backbone_digest', 'not_loaded', 'stream_of',
-           'row_length', 'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'ContinualRun',
+           'row_length', 'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'Place', 'ContinualRun',
            'early_stopping', 'note_scores', 'save_run', 'restore_run', 'claim_folder', 'lessons_of', 'lesson_steps',
-           'run_task', 'evaluate_seen', 'evaluate_all', 'sizes_of', 'train_stream', 'evaluate_backbone', 'final_tasks',
-           'evaluate_final', 'final_part', 'evaluate_energy', 'energy_summary', 'write_predictions', 'score_matrix',
-           'versions', 'code_version', 'device_info', 'world_of', 'development_digest', 'task_info', 'peak_memory_mb',
-           'make_record', 'run_continual']
+           'run_task', 'faults_of', 'evaluate_seen', 'evaluate_all', 'sizes_of', 'train_stream', 'tell_skipped',
+           'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part', 'evaluate_energy', 'energy_summary',
+           'write_predictions', 'score_matrix', 'versions', 'code_version', 'device_info', 'world_of',
+           'development_digest', 'task_info', 'peak_memory_mb', 'make_record', 'run_continual']
 
 # %% ../nbs/46_continual.ipynb #8af530f7
 import contextlib
@@ -36,10 +36,11 @@ import torch
 # %% ../nbs/46_continual.ipynb #5982e770
 import himalaya_hest, himalaya_hest.long_world # which registers the twins of the studies of energy
 from .batching import Collator, TaskLoader, as_asked
-from .checkpoint import latest_checkpoint, random_states, save_checkpoint, set_random_states, write_atomic
+from .checkpoint import FULL, CheckpointWarning, latest_checkpoint, random_states, save_checkpoint, set_random_states, telling_refusals, write_atomic
 from .code_execution import Limits, run_programs
 from .config import RunConfig, evaluation_schedule, resolve, save_config, told_parameters
 from .continual_metrics import continual_summary
+from .determinism import deterministic_kernels
 from .early_stopping import EarlyStopping
 from .energy import forward_cost
 from .energy_evaluation import energy_part
@@ -47,16 +48,19 @@ from .evaluation import EvaluationTask, cpu_latency_overhead, evaluate, evaluati
 from .hooks import HookList, StreamHooks, TaskContext
 from .hub import get_source
 from .instructions import instructed, instructions_setting, marks_instruction, tells_hooks
+from .interrupts import Interrupts, Terminated
 from .meters import find_meter
 from .mixed_rows import KeptRows, MixedRows, kept_bytes
+from .out_of_memory import telling_memory
 from .peft_bridge import prepare_quantised
 from .plan import make_plan, plan_numbers, plan_text
 from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, searched_defaults, serving_bytes
+from .run_lock import locked
 from .search import GivenUp, search, with_setting
 from .sources import DataWarning, cut_counts, digest_of, materialise, split_note, tokenizer_digest, world_digest
 from .tasks import Stream, Task, load_stream, mixed_seed, scored_as, task_order
 from .tracking import NoTracker, ScrubbedFormatter, check_secrets, check_tracker, is_mirrored, mirror, open_tracker, scrub
-from .training import TaskState, steps_of_task, train_task
+from .training import MAX_SKIPPED, TaskState, steps_of_task, train_task
 
 log = logging.getLogger("himalaya_hest")
 
@@ -147,10 +151,11 @@ class TaskData:
     final: object = None # materialised rows of the evaluation at the end of the stream, where that has rows of its own
     told: str = "" # the instruction as hooks are told it
     development: EvaluationTask | None = None # rows by which its training is stopped early, where it is
+    num_workers: int = 0 # processes that prepare batches
 
     def make_loader(self, epoch: int = 0, start: int = 0) -> TaskLoader:
         "The batches of one epoch in their seeded order, from micro-batch `start` on."
-        return TaskLoader(self.train, self.collator, self.batch_size, seed=mixed_seed(self.seed, self.task.name), start_step=start, epoch=epoch)
+        return TaskLoader(self.train, self.collator, self.batch_size, seed=mixed_seed(self.seed, self.task.name), start_step=start, epoch=epoch, num_workers=self.num_workers)
     @property
     def n_batches(self) -> int: return len(self.make_loader())
 
@@ -176,7 +181,7 @@ def load_tasks(
         chosen_by = materialise(learnt, source, "development", max_rows=evaluation["max_development_rows"], **kw) if training["eval_steps"] else None
         development = chosen_by and evaluation_task(task, chosen_by, evaluation["max_new_tokens"], marked)
         out[task.name] = TaskData(task, train, evaluation_task(task, held, evaluation["max_new_tokens"], marked), Collator(tokenizer, marks_instruction=marked),
-                                  training["per_device_train_batch_size"], config.seed, final, learnt.instruction if tells_hooks(config.instructions) else "", development)
+                                  training["per_device_train_batch_size"], config.seed, final, learnt.instruction if tells_hooks(config.instructions) else "", development, training["dataloader_num_workers"])
         cuts |= {f"{task.name}, {name}": cut_counts(rows) for name, rows in (("train", train), ("validation", final or held), ("development", chosen_by)) if rows is not None}
         for rows in (train, held, final, chosen_by):
             if rows is not None: rows.close()
@@ -215,6 +220,9 @@ class Position:
     answers: dict = field(default_factory=dict) # task → rows of [digest, answer], see `evaluation.generate_answers`
     rows: dict = field(default_factory=dict) # task → rows of [answer, value] of its last evaluation, see `evaluation.evaluate`
     energy: dict = field(default_factory=dict) # what answering costs: summary and details, in a study of energy
+    skipped_steps: int = 0 # optimiser steps without an update, since loss or gradient was not finite
+    faults: dict = field(default_factory=dict) # what `StreamHooks.faults` counted, where hooks begin anew with each task
+    kernels: list = field(default_factory=list) # that are not deterministic, see `determinism`
     wall_s: float = 0. # of all processes that worked on this run
     n_checkpoints: int = 0
 
@@ -228,11 +236,20 @@ def sandbox_found(config: RunConfig) -> dict | None: # see `code_execution.Execu
         log.warning("programs of the model are run on this machine without protection of: %s. Use a container.", ", ".join(weak))
     return found
 
+# %% ../nbs/46_continual.ipynb #0d3094a0
+@dataclass
+class Place:
+    "What a run is given by the process that it runs in."
+    interrupts: Interrupts = field(default_factory=Interrupts) # signals that wait for the end of a step
+    check: Callable[[], None] = lambda: None # raises if the run's lock was lost
+    kernels: set = field(default_factory=set) # names of kernels that are not deterministic
+    doing: str = "loading" # or training, or evaluation
+
 # %% ../nbs/46_continual.ipynb #6070c937
 class ContinualRun:
     "One run: its config, data, adapter and position."
-    def __init__(self, config: RunConfig, quiet: bool = False, hooks: tuple = (), on_task: Callable | None = None):
-        self.config, self.quiet, self.on_task = config, quiet, on_task or (lambda n, retained: None)
+    def __init__(self, config: RunConfig, quiet: bool = False, hooks: tuple = (), on_task: Callable | None = None, place: Place | None = None):
+        self.config, self.quiet, self.on_task, self.place = config, quiet, on_task or (lambda n, retained: None), place or Place()
         self.folder = Path(config.results_dir)/config.run_id
         self.position, self.started, self.tracker = Position(), time.monotonic(), NoTracker()
         self.stream = stream_of(config)
@@ -287,8 +304,9 @@ def save_run(
     state: TaskState | None = None, # inside a task: its training
 ) -> None:
     "Write a checkpoint of a run."
+    run.place.check()
     p = run.position
-    p.in_task = state.meta() if state else None
+    p.in_task, p.kernels = state.meta() if state else None, sorted({*p.kernels, *run.place.kernels})
     p.n_checkpoints += 1
     parts = dict(adapter=adapter_tensors(run.adapter), hooks=run.adapter.hooks.state_dict(), moments=state.tensors() if state else {}, random=random_states())
     tensors = {f"{kind}/{n}": t for kind, named in parts.items() for n, t in named.items()}
@@ -311,7 +329,7 @@ def restore_run(
     set_random_states(part("random"))
     log.info("resumed at task %d, step %d", run.position.task, run.position.global_step)
     if (inside := run.position.in_task) is None: return None
-    return TaskState(step=inside["step"], restored=dict(tensors=part("moments"), scheduler=inside["scheduler"]))
+    return TaskState(step=inside["step"], skipped=inside["skipped"], skipped_in_a_row=inside["skipped_in_a_row"], restored=dict(tensors=part("moments"), scheduler=inside["scheduler"]))
 
 # %% ../nbs/46_continual.ipynb #dcbe181b
 def claim_folder(
@@ -376,11 +394,18 @@ def run_task(
     if run.config.protocol == "joint": training = training | dict(num_train_epochs=n_steps, max_steps=n_steps) # as many epochs as the steps need
     if state is None:
         torch.manual_seed(mixed_seed(run.config.seed, "task", i))
-        if run.initial: adapter.reset(run.initial)
+        if run.initial:
+            run.position.faults = faults_of(run)
+            adapter.reset(run.initial)
         adapter.hooks.on_task_start(TaskContext(own.task.name, i, n_steps, own.make_loader(), own.told))
-    train_task(adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step)
+    with run.place.interrupts.steps(): train_task(adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step)
     adapter.hooks.on_task_end(own.make_loader())
     for d in run.data.values(): d.train.close()
+
+def faults_of(run: ContinualRun) -> dict[str, int]: # name → times
+    "What failed and was replaced, over all tasks so far."
+    before, now = run.position.faults, run.adapter.hooks.faults()
+    return {n: before.get(n, 0) + now.get(n, 0) for n in sorted({*before, *now})}
 
 def evaluate_seen(run: ContinualRun) -> dict: # task → metrics
     "Evaluate what the protocol asks for after the present task."
@@ -455,17 +480,26 @@ def train_stream(run: ContinualRun) -> None:
         nonlocal saved
         run.position.global_step += 1; bar.update()
         note_scores(run)
-        if s.step % 10 == 0 or s.step == steps[run.position.task]:
+        if s.skipped_in_a_row: tell_skipped(run, s)
+        elif s.step % 10 == 0 or s.step == steps[run.position.task]:
             run.position.history.append(dict(step=run.position.global_step, task=run.lessons[run.position.task].task.name, train_loss=s.loss) | run.adapter.hooks.told())
             run.tracker.log(run.position.history, run.position.scores)
-        if time.monotonic() - saved > run.config.training["checkpoint_interval_s"]: save_run(run, s); saved = time.monotonic()
+        stops = run.place.interrupts.arrived or s.skipped_in_a_row >= MAX_SKIPPED
+        if stops or time.monotonic() - saved > run.config.training["checkpoint_interval_s"]: save_run(run, s); saved = time.monotonic()
+        run.place.interrupts.stop()
     while run.position.task < len(run.lessons):
         if not run.position.trained:
+            run.place.doing = "training"
             run_task(run, on_step, state); state = None
+            run.place.doing = "evaluation"
             note_scores(run)
             run.position.trained = True; save_run(run)
         bar.set_postfix_str(_finish_joint(run) if run.config.protocol == "joint" else _finish_task(run, _life(run)))
     bar.close()
+
+def tell_skipped(run: ContinualRun, state: TaskState) -> None:
+    run.position.skipped_steps += 1
+    log.warning("step %d of %s is skipped: its loss or gradient was not finite (loss %s)", state.step, run.lessons[run.position.task].task.name, state.loss)
 
 def _life(run):
     "What became of each task's slots, for a method with a dictionary; tasks by their names."
@@ -620,7 +654,7 @@ def make_record(run: ContinualRun) -> dict:
         wall_s=round(run.wall_s(), 2), peak_memory_mb=round(peak_memory_mb(), 1)) | energy_summary(run)
     return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
                 versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
-                row_values={n: [v for _, v in p.rows[n]] for n in run.order}, searched=searched_defaults(c.adapter, c.preset, c.scale)) | final_part(run) | ({"energy": p.energy["details"]} if p.energy else {}) | ({"code_execution": run.sandbox} if run.sandbox else {})
+                row_values={n: [v for _, v in p.rows[n]] for n in run.order}, faults=dict(skipped_steps=p.skipped_steps) | faults_of(run), nondeterministic_kernels=sorted({*p.kernels, *run.place.kernels}), searched=searched_defaults(c.adapter, c.preset, c.scale)) | final_part(run) | ({"energy": p.energy["details"]} if p.energy else {}) | ({"code_execution": run.sandbox} if run.sandbox else {})
 
 # %% ../nbs/46_continual.ipynb #5e29327b
 @contextlib.contextmanager
@@ -629,15 +663,15 @@ def _logged(folder):
     handler, show = logging.FileHandler(folder/"run.log", encoding="utf-8"), warnings.showwarning
     def log_warning(message, category, *args, **kw):
         log.warning("%s: %s", category.__name__, message)
-        if issubclass(category, DataWarning): show(message, category, *args, **kw)
+        if issubclass(category, (DataWarning, CheckpointWarning)): show(message, category, *args, **kw)
     warnings.showwarning = log_warning
     handler.setFormatter(ScrubbedFormatter("%(asctime)s %(levelname)s %(message)s"))
     level = log.level
     log.addHandler(handler); log.setLevel(logging.INFO)
     states = random_states()
     try: yield
-    except KeyboardInterrupt:
-        log.info("interrupted; the same command goes on"); raise
+    except (KeyboardInterrupt, Terminated) as e:
+        log.info("stopped by %s; the same command goes on", "SIGTERM" if isinstance(e, Terminated) else "an interrupt"); raise
     except GivenUp as e:
         log.info("given up: %s", e); raise
     except BaseException:
@@ -678,8 +712,12 @@ def run_continual(
         print(f"{finished} is there already and is shown; overwrite=True runs it again.")
         if is_mirrored(record, config): return record
         with _logged(finished.parent): return mirror(record, config, finished.parent)
-    folder = claim_folder(config)
-    with _logged(folder): return _run(config, folder, found, quiet, hooks, on_task)
+    with Interrupts() as interrupts, locked(finished.parent.with_name(f".{config.run_id}.lock"), wait=found is not None) as lock:
+        if lock.waited and finished.exists(): return json.loads(finished.read_text(encoding="utf-8")) # by another worker of the same search
+        folder = claim_folder(config)
+        with _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL), deterministic_kernels() as kernels: return _run(config, folder, found, quiet, hooks, on_task, Place(interrupts, lock.check, kernels))
+
+_KEPT = "The last checkpoint is whole, if there was one: the same command goes on from it."
 
 # %% ../nbs/46_continual.ipynb #637cea45
 def _check_mirror(config, given):
@@ -706,9 +744,10 @@ def _same_input(record, config):
         raise ValueError(f"run {config.run_id} is finished, but its stream file or its data have changed since: give another run_id, or overwrite=True to run it again")
 
 # %% ../nbs/46_continual.ipynb #d63fa93b
-def _run(config, folder, found, quiet, hooks, on_task):
+def _run(config, folder, found, quiet, hooks, on_task, place):
     tracker = open_tracker(config, folder)
-    try: record = _recorded(config, folder, found, quiet, hooks, on_task, tracker)
+    try:
+        with telling_memory(asdict(config), lambda: place.doing): record = _recorded(config, folder, found, quiet, hooks, on_task, tracker, place)
     except BaseException: tracker.stop(); raise
     if tracker.mode == "off": return record
     tracker.finish(record)
@@ -718,11 +757,11 @@ def _write_record(folder, record):
     write_atomic(folder/"record.json", scrub(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)) + "\n")
     return record
 
-def _recorded(config, folder, found, quiet, hooks, on_task, tracker):
+def _recorded(config, folder, found, quiet, hooks, on_task, tracker, place):
     from accelerate import Accelerator
     log.info("run %s: adapter %s, preset %s, protocol %s", config.run_id, config.adapter, config.preset, config.protocol)
-    run = ContinualRun(config, quiet, hooks, on_task)
-    run.tracker = tracker
+    run = ContinualRun(config, quiet, hooks, on_task, place)
+    run.tracker, place.doing = tracker, "evaluation"
     run.accelerator = Accelerator(cpu=not torch.cuda.is_available())
     run.adapter.model.to(run.accelerator.device)
     if config.protocol == "zero_shot": evaluate_backbone(run)

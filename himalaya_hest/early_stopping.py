@@ -35,6 +35,7 @@ class EarlyStopping(StreamHooks):
         self.best, self.history = {}, [] # tensors by name; (step, score)
     def on_task_start(self, task): self.begin(task.name)
     def after_optimizer_step(self, old): self.step += 1
+    def on_step_skipped(self): self.step += 1
     def should_stop(self):
         if self.step and self.step % self.eval_steps == 0: self.evaluate()
         return self.without >= self.patience

@@ -8,6 +8,7 @@ __all__ = ['sampled_label_loss', 'diagonal_fisher', 'EWC']
 # %% ../nbs/05_ewc.ipynb #896d29f8
 from typing import Iterable
 
+import warnings
 import torch
 from torch import Tensor, nn
 
@@ -34,19 +35,21 @@ def diagonal_fisher(
     generator: torch.Generator, # draws the labels
 ) -> dict[str, Tensor]: # per parameter, its shape, float32
     "Diagonal Fisher information, normalised to mean 1 over all entries; zeros where the model never depended on them."
-    fisher, seen = {n: torch.zeros_like(p) for n, p in parameters.items()}, 0
+    fisher, seen, left_out = {n: torch.zeros_like(p) for n, p in parameters.items()}, 0, 0
     device = next(model.parameters()).device
     for batch in loader:
         batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
         labels = batch.pop("labels")
         loss = sampled_label_loss(target_logits(model, labels, **batch)[0], generator)
         grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        finite = all(g is None or bool(g.isfinite().all()) for g in grads)
         for (n, f), g in zip(fisher.items(), grads):
-            if g is not None: f += g.detach() ** 2
-        seen += len(labels)
+            if g is not None and finite: f += g.detach() ** 2
+        seen += len(labels); left_out += 0 if finite else len(labels)
         if seen >= n_examples: break
+    if left_out: warnings.warn(f"{left_out} of {seen} rows have gradients that are not finite and are left out of the Fisher information")
     mean = sum(f.sum() for f in fisher.values()) / max(1, sum(f.numel() for f in fisher.values()))
-    if not torch.as_tensor(mean).isfinite(): raise FloatingPointError(f"the Fisher information is not finite ({float(mean)}): training has diverged, or gradients overflow; a smaller learning rate may help")
+    if (seen and left_out == seen) or not torch.as_tensor(mean).isfinite(): raise FloatingPointError(f"the Fisher information is not finite (for {left_out} of {seen} rows the gradient is not): training has diverged, or gradients overflow; a smaller learning rate may help")
     return {n: f / mean.clamp_min(1e-30) for n, f in fisher.items()}
 
 # %% ../nbs/05_ewc.ipynb #c91e7ad4

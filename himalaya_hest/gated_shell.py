@@ -319,6 +319,10 @@ class BudgetHooks(StreamHooks):
         self.last = dict(energy=float(self.energy), energy_price=float(self.budget.price)) | (dict(energy_target=self.budget.target()) if self.budget.dual_rate else {}) # a fixed price has no target
         self.budget.step_(self.energy)
         self.energy = 0.
+    def on_step_skipped(self):
+        self.tuner.forget_pass()
+        self.energy = 0.
+        self.budget.step += 1
     def may_choose(self): return bool(self.budget.step >= self.budget.anneal_share * self.budget.n_steps)
     def told(self): return self.last
     def state_dict(self): return self.budget.state_dict()

@@ -17,6 +17,7 @@ from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from .hooks import StreamHooks, TaskContext
+from .linalg import or_before
 from .peft_bridge import RowStack, add_peft_type, register_peft_method
 
 add_peft_type("GPM_LORA")
@@ -43,8 +44,10 @@ class Guard:
     def project(self, steps: list[Tensor]) -> list[Tensor]: # steps of the weights, (·, d) each
         "Δ − Δ MᵀM"
         return [s - (s @ self.memory.rows.T) @ self.memory.rows for s in steps]
-    def remember(self, inputs: Tensor, energy: float) -> None: # inputs: (n, d)
-        self.memory.add(new_directions(self.memory.rows, inputs, energy))
+    def remember(self, inputs: Tensor, energy: float) -> bool: # inputs: (n, d); did it fail, so that the basis is as before?
+        new, failed = or_before(lambda: new_directions(self.memory.rows, inputs, energy), self.memory.rows[:0])
+        self.memory.add(new)
+        return failed
 
 def collect_inputs(
     model: nn.Module, # takes input_ids and attention_mask
@@ -73,14 +76,14 @@ def collect_inputs(
 
 # %% ../nbs/32_gpm_lora.ipynb #6c21d073
 class GpmHooks(StreamHooks):
-    "Later steps leave alone what earlier inputs read. All state lies in the adapter's own tensors."
+    "Later steps leave alone what earlier inputs read. What is protected lies in the adapter's own tensors."
     def __init__(self,
         model: nn.Module, # with the adapter in it
         guards: list[Guard],
         energy: float = .97, # ε
         n_vectors: int = 1024, # tokens of a task from which its directions are found
     ):
-        self.model, self.guards, self.energy, self.n_vectors = model, guards, energy, n_vectors
+        self.model, self.guards, self.energy, self.n_vectors, self.failed = model, guards, energy, n_vectors, 0
     def on_task_start(self, task: TaskContext):
         full = [g for g in self.guards if len(g.memory) >= g.memory.rows.shape[1]]
         if full: warnings.warn(f"gpm-lora, task {task.name!r}: the memory of {len(full)} of {len(self.guards)} inputs spans all of their {full[0].memory.rows.shape[1]} dimensions, so the maps "
@@ -96,8 +99,13 @@ class GpmHooks(StreamHooks):
     def on_task_end(self, loader):
         was_training = self.model.training
         self.model.eval()
-        for g, x in zip(self.guards, collect_inputs(self.model, self.guards, loader, self.n_vectors)): g.remember(x, self.energy)
+        failed = sum(g.remember(x, self.energy) for g, x in zip(self.guards, collect_inputs(self.model, self.guards, loader, self.n_vectors)))
         self.model.train(was_training)
+        self.failed += failed
+        if failed: warnings.warn(f"gpm-lora: the directions of {failed} of {len(self.guards)} inputs could not be computed; their bases are as before")
+    def faults(self): return {"failed_decompositions": self.failed}
+    def state_dict(self): return {"failed": torch.tensor(self.failed)}
+    def load_state_dict(self, state): self.failed = int(state["failed"])
 
 # %% ../nbs/32_gpm_lora.ipynb #8c0cf4f4
 _SHARED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}) # siblings that read one input

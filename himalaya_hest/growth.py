@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['LIFE', 'HimalayaCore', 'set_projector', 'add_state', 'after_load', 'tree_atoms', 'rebuild_tree', 'refit_tree',
-           'tree_bias', 'gates_of', 'route', 'Tapped', 'gradient_tap', 'tapped', 'new_atoms', 'opening_key', 'grow',
-           'free_slots', 'kept_free', 'set_key', 'renew_guard', 'projector_of', 'free', 'router_columns',
-           'confine_step', 'HimalayaHooks', 'window_gradients', 'start_task', 'begin', 'make_room', 'give_up',
-           'finish_step', 'restart_dead', 'prune', 'open_shares', 'reopen', 'end_task', 'finish', 'protect',
-           'router_fisher', 'optimizer_groups']
+           'tree_bias', 'gates_of', 'route', 'Tapped', 'gradient_tap', 'tapped', 'new_atoms', 'opening_key',
+           'note_failure', 'key_or_none', 'atoms_or_before', 'grow', 'free_slots', 'kept_free', 'set_key',
+           'renew_guard', 'projector_of', 'free', 'router_columns', 'confine_step', 'HimalayaHooks', 'window_gradients',
+           'start_task', 'begin', 'make_room', 'give_up', 'finish_step', 'restart_dead', 'prune', 'open_shares',
+           'reopen', 'end_task', 'finish', 'protect', 'router_fisher', 'optimizer_groups']
 
 # %% ../nbs/13_growth.ipynb #00397ef6
 import contextlib
@@ -24,7 +24,7 @@ from .consolidation import drop_, imprint, imprint_, merge_, pair_losses, rotate
 from .dictionary import Dictionary, Site, Update
 from .hooks import StreamHooks, TaskContext
 from .kdtree import KDTree
-from .linalg import leading_directions, owm_update, pack_symmetric, reject, unit, unpack_symmetric
+from .linalg import leading_directions, or_before, owm_update, pack_symmetric, reject, unit, unpack_symmetric
 from .mlp_router import MLPRouter, concrete_gates, top_gates
 from .presets import PRESETS, Parts
 from .protection import RouterEWC, gpm_update
@@ -73,6 +73,7 @@ def set_projector(core, matrix):
 # %% ../nbs/13_growth.ipynb #8c0ccf9b
 def add_state(core, n_slots):
     "Buffers of a core, and the modules that its parts ask for."
+    core.failed = 0 # decompositions in whose place something else was kept
     parts, n = core.parts, core.router.n_features if core.parts.router_protection in ("owm", "gpm") else 0
     shared = parts.train_slots == "all" and parts.router == "mlp"
     if not shared and parts.router == "mlp": core.router.w2.data[:, :2 * n_slots] = 0
@@ -228,6 +229,34 @@ def opening_key(
     kernel = x @ px + len(x) * ridge * torch.eye(len(x), dtype=x.dtype, device=x.device)
     return (logit * px @ torch.linalg.solve(kernel, x.new_ones(len(x)))).to(projector.dtype)
 
+# %% ../nbs/13_growth.ipynb #5d9be49c
+def note_failure(core: HimalayaCore, what: str) -> None:
+    core.failed += 1
+    warnings.warn(what)
+
+def key_or_none(
+    core: HimalayaCore,
+    phi: Tensor, # (n, N)
+    logit: float, # κ
+) -> Tensor: # (N,), zeros where it cannot be computed
+    "`opening_key` under the core's projector."
+    key, failed = or_before(lambda: opening_key(projector_of(core), phi, logit), phi.new_zeros(phi.shape[1]))
+    if failed: note_failure(core, "the key of a slot could not be computed; it is closed until its task ends")
+    return key
+
+def atoms_or_before(
+    core: HimalayaCore,
+    gradients: dict, # as `gradient_tap` gives them
+    slots: Tensor, # int64
+) -> list[tuple]: # parameter, its new rows at the slots
+    "`new_atoms`; nothing where they cannot be computed."
+    book = core.dictionary
+    try: reads, writes = new_atoms(core, gradients, len(slots))
+    except torch.linalg.LinAlgError: reads, writes = {}, {"": gradients[next(iter(gradients))].new_tensor(float("nan"))}
+    if all(bool(x.isfinite().all()) for x in (*reads.values(), *writes.values())): return [*((book.read[w], q) for w, q in reads.items()), *((book.write[w], d) for w, d in writes.items())]
+    note_failure(core, "the directions of new slots could not be computed from the gradient; they keep the ones they have")
+    return []
+
 # %% ../nbs/13_growth.ipynb #1cfcad17
 @torch.no_grad()
 def grow(
@@ -241,9 +270,7 @@ def grow(
     "Give free slots to the current task: vectors from the gradient, key and coefficient in closed form, gain zero."
     slots = free_slots(core)[:k]
     if not len(slots): return slots
-    reads, writes = new_atoms(core, gradients, len(slots))
-    for w, q in reads.items(): core.dictionary.read[w][slots] = q
-    for w, d in writes.items(): core.dictionary.write[w][slots] = d
+    for p, new in atoms_or_before(core, gradients, slots): p[slots] = new
     core.dictionary.gain[:, slots] = 0
     core.owner[slots] = core.current
     refit_tree(core)
@@ -261,7 +288,7 @@ def kept_free(core): return core.parts.n_core_slots if core.parts.consolidation 
 @torch.no_grad()
 def set_key(core, slots, phi, key_logit, bias=None):
     "Open slots for the given features, with coefficient 1 on them; what a tree takes from their logits is added."
-    key, K = opening_key(projector_of(core), phi, 1.), core.router.n_slots
+    key, K = key_or_none(core, phi, 1.), core.router.n_slots
     wanted = key_logit - (0 if bias is None else bias[:, slots].mean(0))
     core.router.w2[:, slots] = key[:, None] * wanted
     core.router.w2[:, K + slots] = key[:, None]
@@ -340,6 +367,8 @@ class HimalayaHooks(StreamHooks):
     def on_task_start(self, task): start_task(self, task)
     def tracked_parameters(self): return {f"himalaya.{n}": p for n, p in self.core.named_parameters()}
     def after_optimizer_step(self, old): finish_step(self, {n.removeprefix("himalaya."): t for n, t in old.items()})
+    def on_step_skipped(self): finish_step(self, {n: p.detach().clone() for n, p in self.core.named_parameters()})
+    def faults(self): return {"failed_decompositions": self.core.failed}
     def on_task_end(self, loader): end_task(self, loader)
     def extra_loss(self, model, batch): return self.core.guard.penalty(dict(self.core.router.named_parameters())) if self.core.guard is not None else None
 
@@ -505,7 +534,7 @@ def reopen(
     shut = (core.own & (before < .95)).nonzero().squeeze(1)
     if not len(shut): return shut
     old = core.router.w2[:, shut].clone()
-    key = opening_key(projector_of(core), phi, key_logit)[:, None]
+    key = key_or_none(core, phi, key_logit)[:, None]
     core.router.w2[:, shut] = key if bias is None else key * (1 - bias[:, shut].mean(0) / key_logit)
     worse = open_shares(core, phi, bias)[shut] <= before[shut]
     core.router.w2[:, shut[worse]] = old[:, worse]
@@ -547,9 +576,11 @@ def finish(
 def protect(hooks, phi, batches) -> None:
     "Remember what the task relies on in the router."
     core, kind = hooks.core, hooks.core.parts.router_protection
-    if kind == "owm": set_projector(core, owm_update(core.projector, phi, hooks.alpha))
-    elif kind == "gpm": set_projector(core, gpm_update(core.projector, phi, hooks.gpm_energy))
-    elif kind == "ewc": core.guard.end_task(phi, dict(core.router.named_parameters()), router_fisher(hooks, batches))
+    if kind == "ewc": core.guard.end_task(phi, dict(core.router.named_parameters()), router_fisher(hooks, batches))
+    if kind not in ("owm", "gpm"): return
+    new, failed = or_before(lambda: owm_update(core.projector, phi, hooks.alpha) if kind == "owm" else gpm_update(core.projector, phi, hooks.gpm_energy), core.projector)
+    set_projector(core, new)
+    if failed: note_failure(core, "the projector that protects the router could not be computed; the one before is kept")
 
 # %% ../nbs/13_growth.ipynb #665b40ba
 def router_fisher(hooks: HimalayaHooks, batches: list[dict]) -> dict[str, Tensor]:
@@ -561,7 +592,9 @@ def router_fisher(hooks: HimalayaHooks, batches: list[dict]) -> dict[str, Tensor
     for b in batches:
         with torch.enable_grad(): loss = hooks.sampled_loss(b)
         if not loss.requires_grad: continue # no slot acts on any row
-        for f, g in zip(fisher.values(), torch.autograd.grad(loss, list(named.values()), allow_unused=True)):
+        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        if not all(g is None or bool(g.isfinite().all()) for g in grads): note_failure(core, "a batch whose gradient is not finite is left out of the router's Fisher information"); continue
+        for f, g in zip(fisher.values(), grads):
             if g is not None: f += g.square()
     core.train(was); core.opened.copy_(counts[0]); core.usage.copy_(counts[1])
     return fisher
@@ -570,13 +603,14 @@ def router_fisher(hooks: HimalayaHooks, batches: list[dict]) -> dict[str, Tensor
 def _state_dict(self):
     held = {f"held.{i}.{k}": t for i, b in enumerate(self.held) for k, t in b.items() if torch.is_tensor(t)}
     life = torch.tensor([[float(r[c]) for c in LIFE] for r in self.life], dtype=torch.float64).reshape(-1, len(LIFE))
-    return held | {"position": torch.tensor([self.position, self.n_steps]), "life": life, "opened": self.core.opened.clone()}
+    return held | {"position": torch.tensor([self.position, self.n_steps]), "life": life, "opened": self.core.opened.clone(), "failed": torch.tensor(self.core.failed)}
 
 def _load_state_dict(self, state):
     self.position, self.n_steps = state["position"].tolist()
     self.read = None
     self.life = [{c: (v if c in ("opened_share", "lost") else int(v)) for c, v in zip(LIFE, row)} for row in state["life"].tolist()]
     self.core.opened.copy_(state["opened"])
+    self.core.failed = int(state["failed"])
     held = {}
     for k, t in state.items():
         if k.startswith("held."): held.setdefault(int(k.split(".")[1]), {})[k.split(".", 2)[2]] = t.clone()

@@ -37,6 +37,11 @@ class StreamHooks:
         return {}
     def after_optimizer_step(self, old: dict[str, Tensor]) -> None:
         "After each optimiser step; `old` holds the tracked parameters' values from before it."
+    def on_step_skipped(self) -> None:
+        "In place of `after_optimizer_step`, where loss or gradient was not finite: nothing was updated, what was gathered for this step is to be dropped, and a schedule goes on."
+    def faults(self) -> dict[str, int]:
+        "Computations that failed and were replaced by what was there before, by name, counted since the stream began."
+        return {}
     def may_choose(self) -> bool:
         "Is what was trained so far what the task is to end with, as far as this hook can say? A budget that is still coming down says no."
         return True
@@ -72,6 +77,8 @@ class HookList(StreamHooks):
     def after_backward(self): [h.after_backward() for h in self.hooks]
     def tracked_parameters(self): return {n: p for h in self.hooks for n, p in h.tracked_parameters().items()}
     def after_optimizer_step(self, old): [h.after_optimizer_step(old) for h in self.hooks]
+    def on_step_skipped(self): [h.on_step_skipped() for h in self.hooks]
+    def faults(self): return {n: sum(h.faults().get(n, 0) for h in self.hooks) for n in sorted({n for h in self.hooks for n in h.faults()})}
     def may_choose(self): return all([h.may_choose() for h in self.hooks])
     def told(self): return {k: v for h in self.hooks for k, v in h.told().items()}
     def should_stop(self): return any([h.should_stop() for h in self.hooks])

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .consolidation import slot_to_free
-from .growth import (HimalayaCore, HimalayaHooks, LIFE, begin, confine_step, finish, finish_step, gates_of, give_up, gradient_tap, open_shares,
+from .growth import (HimalayaCore, HimalayaHooks, LIFE, begin, confine_step, finish, finish_step, gates_of, give_up, gradient_tap, note_failure, open_shares,
                                   protect, rebuild_tree, refit_tree, reopen, router_columns, set_key, tree_bias)
-from .linalg import philox_signs
+from .linalg import or_before, philox_signs
 from .symmetric import residual
 from .triggers import ContextTrigger, CosineTrigger, EnergyTrigger, LossTrigger, ResidualBuffer
 
@@ -38,7 +38,7 @@ class StreamingHooks(HimalayaHooks):
         super().__init__(core, loss, contexts, **numbers)
         if segment_steps < 1: raise ValueError(f"segment_steps is {segment_steps}; expected at least 1")
         self.segment_steps, self.window = segment_steps, window or max(1, min(200, segment_steps // 4))
-        self.segment, self.suspect, self.steps, self.recent, self.masters, self.seen, self.open = -1, 0, 0, [], {}, None, ExitStack()
+        self.segment, self.suspect, self.steps, self.recent, self.masters, self.seen, self.fresh, self.open = -1, 0, 0, [], {}, None, False, ExitStack()
         parts, self.kind = core.parts, core.parts.growth_trigger
         self.shared = parts.train_slots == "all" and parts.router == "mlp" and parts.update == "symmetric"
         self.space = core.dictionary.sites[0].spaces[0] # residuals are judged where the first site reads
@@ -49,6 +49,9 @@ class StreamingHooks(HimalayaHooks):
     def on_task_start(self, task): training_goes_on(self, task)
     def extra_loss(self, model, batch): see(self, batch); return super().extra_loss(model, batch)
     def after_optimizer_step(self, old): step(self, {n.removeprefix("himalaya."): t for n, t in old.items()})
+    def on_step_skipped(self):
+        if self.fresh: self.recent.pop()
+        watch(self)
     def on_task_end(self, loader): show(self)
 
 # %% ../nbs/13b_streaming.ipynb #a0a5e8b2
@@ -67,7 +70,7 @@ def make_hooks(
 # %% ../nbs/13b_streaming.ipynb #e9cd447b
 def watch(hooks: StreamingHooks) -> None:
     "Be ready for the next forward in training, if residuals are wanted."
-    hooks.open.close(); hooks.seen = None
+    hooks.open.close(); hooks.seen, hooks.fresh = None, False
     if not hooks.shared and hooks.kind not in ("cosine", "residual_energy"): return
     def look(book, args, update):
         if hooks.seen is not None or not (hooks.core.training and torch.is_grad_enabled()): return
@@ -78,7 +81,7 @@ def watch(hooks: StreamingHooks) -> None:
 
 def see(hooks: StreamingHooks, batch: dict) -> None:
     "Keep a batch, and its loss if that is judged; no parameter is changed."
-    hooks.open.close()
+    hooks.open.close(); hooks.fresh = True # the last of `recent` is this step's
     hooks.recent = [*hooks.recent, {k: t for k, t in batch.items() if torch.is_tensor(t)}][-(hooks.context_batches + hooks.window):]
     if hooks.kind == "loss_change":
         with torch.no_grad(): hooks.batch_loss = float(hooks.loss(batch))
@@ -203,7 +206,8 @@ def promote(hooks: StreamingHooks, latest: list[dict]) -> None:
     rows = buffer.rows("r") / len(buffer.rows("r"))**.5
     squares = {(w, w): rows if w == hooks.space else p.new_zeros(1, p.shape[1]) for w, p in book.read.items()}
     if freed.task >= 0: row["lost"] += give_up(core, freed.slot, squares, freed.lost); row["freed"] += 1
-    book.read[hooks.space][freed.slot] = buffer.directions("r", 1)[0]
+    book.read[hooks.space][freed.slot], failed = or_before(lambda: buffer.directions("r", 1)[0], book.read[hooks.space][freed.slot].clone())
+    if failed: note_failure(core, "the strongest direction of the residuals could not be computed; the slot keeps the one it has")
     core.owner[freed.slot] = 0
     core.router.w2[:, freed.slot] = 0
     rebuild_tree(core); buffer.clear()
