@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REFUSALS', 'FULL', 'StorageError', 'telling_refusals', 'write_synced', 'write_atomic', 'save_checkpoint',
            'list_checkpoints', 'read_checkpoint', 'CheckpointWarning', 'latest_checkpoint', 'random_states',
-           'set_random_states']
+           'set_random_states', 'seed_all']
 
 # %% ../nbs/43_checkpoint.ipynb #9a4fb0e6
 import contextlib
@@ -185,3 +185,9 @@ def set_random_states(
     random.setstate((3, tuple(states["python"].tolist()), *(states["python_gauss"].tolist() or [None])))
     cuda = [v for k, v in sorted(states.items()) if k.startswith("cuda.")]
     if cuda and torch.cuda.is_available(): torch.cuda.set_rng_state_all(cuda)
+
+def seed_all(
+    seed: int, # at least 0
+) -> None:
+    "Seed torch's generators on all devices, numpy's and Python's."
+    torch.manual_seed(seed); np.random.seed(seed % 2**32); random.seed(seed)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import write_atomic
-from .config import checked_parameters
+from .config import checked_parameters, plain_name
 from .continual_metrics import evaluated_rows, retained_accuracy
 from .meters import joules_source
 from .pairs import FEWEST, bca_interval, by_pair, is_number, median_interval, method_of
@@ -64,12 +64,18 @@ def _save_charts(charts, folder, prefix):
     for path in paths: print(path)
     return paths
 
+def _own_folder(output_dir, record):
+    "Where a run's files go; `ValueError` for a record whose run_id names no folder of its own."
+    name = record["run_id"]
+    if plain_name(name) and name != "comparison": return Path(output_dir) / name
+    raise ValueError(f"a record has the run_id {str(name)[:80]!r}, which is no plain folder name, so nothing is written for it: it was not written by this package, or changed since; correct its run_id")
+
 def evaluate_run(
     record: dict, # a run's record
     output_dir: str | Path, # the files go to {output_dir}/{run_id}/
 ) -> dict: # record, charts, paths of the written files
     "Write a run's metrics.json and figures, printing every path."
-    folder, charts = Path(output_dir) / record["run_id"], run_charts(record)
+    folder, charts = _own_folder(output_dir, record), run_charts(record)
     path = _write_json(folder / "metrics.json", {k: record.get(k) for k in ("history", "summary", "config")})
     return dict(record=record, charts=charts, paths=[path] + _save_charts(charts, folder, record["run_id"]))
 
@@ -311,7 +317,8 @@ def evaluate_runs(
     "Evaluate runs, write all files, print their paths."
     records = same_world(load_records(results_dir, run_ids) if records is None else records)
     out, zero = output_folder(results_dir, output_dir), zero_shot_scores(results_dir, (records[0].get("world") or {}).get("digest"))
-    if len(records) > 1: by_pair(records) # refused before anything is written
+    for r in records: _own_folder(out, r) # refused before anything is written
+    if len(records) > 1: by_pair(records)
     evaluated = (evaluate_run(r if r.get("zero_shot") or not zero else r | dict(zero_shot=zero), out) for r in records)
     done = [d for d in evaluated if len(records) <= SHOWN_RUNS] # the figures of many runs would fill the memory
     if len(records) == 1: return [x for x in run_report(done[0]["record"]) if isinstance(x, Table)] + done[0]["charts"]

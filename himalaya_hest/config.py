@@ -418,6 +418,7 @@ def resolve(
     _check_stopping(cfg, method, formed)
     _resolve_tracker(cfg)
     cfg.run_id = cfg.run_id or default_run_id(cfg)
+    if not plain_name(cfg.run_id): raise ValueError(f"the stream's file name {Path(cfg.stream).name[:100]!r} makes no folder's name of a run: give run_id, or the file another name.")
     return cfg
 
 # %% ../nbs/41_config.ipynb #1d87425a

@@ -6,9 +6,9 @@
 __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'SCORES', 'held_as', 'load_backbone', 'backbone_digest', 'not_loaded', 'stream_of',
            'row_length', 'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'Place', 'ContinualRun',
            'early_stopping', 'note_scores', 'save_run', 'restore_run', 'claim_folder', 'lessons_of', 'lesson_steps',
-           'run_task', 'faults_of', 'evaluate_seen', 'evaluate_all', 'sizes_of', 'train_stream', 'tell_skipped',
-           'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part', 'evaluate_energy', 'energy_summary',
-           'write_predictions', 'score_matrix', 'versions', 'code_version', 'device_info', 'world_of',
+           'run_task', 'faults_of', 'evaluate_seen', 'evaluate_all', 'sizes_of', 'train_stream', 'tell_tasks',
+           'tell_skipped', 'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part', 'evaluate_energy',
+           'energy_summary', 'write_predictions', 'score_matrix', 'versions', 'code_version', 'device_info', 'world_of',
            'development_digest', 'task_info', 'peak_memory_mb', 'make_record', 'run_continual']
 
 # %% ../nbs/46_continual.ipynb #8af530f7
@@ -36,7 +36,7 @@ import torch
 # %% ../nbs/46_continual.ipynb #5982e770
 import himalaya_hest, himalaya_hest.long_world # which registers the twins of the studies of energy
 from .batching import Collator, TaskLoader, as_asked
-from .checkpoint import FULL, CheckpointWarning, latest_checkpoint, random_states, save_checkpoint, set_random_states, telling_refusals, write_atomic
+from .checkpoint import FULL, CheckpointWarning, latest_checkpoint, random_states, save_checkpoint, seed_all, set_random_states, telling_refusals, write_atomic
 from .code_execution import Limits, run_programs
 from .config import RunConfig, evaluation_schedule, resolve, save_config, told_parameters
 from .continual_metrics import continual_summary
@@ -84,7 +84,7 @@ def load_backbone(
     dtype: str = "auto", # auto: its own on a GPU, float32 on a CPU
     quantisation: str = "none", # or nf4
 ) -> tuple: # (frozen model, tokenizer, digest)
-    "Load a causal language model and its tokenizer."
+    "Load a causal language model, from safetensors and without code of its own, and its tokenizer."
     from transformers import AutoModelForCausalLM, AutoTokenizer
     path = Path(name).expanduser()
     if name == "mini":
@@ -92,9 +92,10 @@ def load_backbone(
         path = mini_backbone_dir()
     where, at = str(path) if path.is_dir() else name, dict(revision=revision) if revision else {}
     held = held_as(dtype, quantisation)
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true") # transformers would open weights that somebody proposed in a pull request
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **at)
-        model = AutoModelForCausalLM.from_pretrained(where, **at, **held)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **at)
+        model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=False, use_safetensors=True, **at, **held)
     except (OSError, ValueError) as e: raise ValueError(not_loaded(name, revision, e)) from e
     if tokenizer.eos_token_id is None: raise ValueError(f"model {name!r}: its tokenizer has no end token, so no target could end")
     prepare_quantised(model)
@@ -124,6 +125,8 @@ def not_loaded(
     elif "RevisionNotFoundError" in kinds: why = f"the repository has no revision {revision!r}; give model_revision a commit of it"
     elif kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError", "ConnectTimeout"}:
         why = "the hub cannot be reached and there is no copy in the cache: go online once (and unset HF_HUB_OFFLINE), or set model to a folder that holds it"
+    elif "trust_remote_code" in str(error) or "custom code" in str(error): why = "it needs code of its own, which is never run here: name a model whose architecture transformers has"
+    elif "safetensors" in str(error): why = "it has no weights in safetensors, and a pickle (pytorch_model.bin) is not opened, since it can run code: name a copy in safetensors, or convert it"
     return f"model {name!r} cannot be loaded: {why} ({told})"
 
 # %% ../nbs/46_continual.ipynb #c9b73e52
@@ -393,7 +396,7 @@ def run_task(
     own = lesson if run.config.protocol == "joint" else run.data[run.order[i]] # what hooks see
     if run.config.protocol == "joint": training = training | dict(num_train_epochs=n_steps, max_steps=n_steps) # as many epochs as the steps need
     if state is None:
-        torch.manual_seed(mixed_seed(run.config.seed, "task", i))
+        seed_all(mixed_seed(run.config.seed, "task", i))
         if run.initial:
             run.position.faults = faults_of(run)
             adapter.reset(run.initial)
@@ -470,8 +473,7 @@ def _finish_joint(run):
 def train_stream(run: ContinualRun) -> None:
     "All tasks from the run's position on."
     state = restore_run(run)
-    for h in run.position.history:
-        if h.get("val_retained_accuracy") is not None: run.on_task(run.order.index(h["task"]) + 1 if h["task"] in run.order else len(run.order), h["val_retained_accuracy"])
+    tell_tasks(run.on_task, run.position.history, run.order)
     steps = [lesson_steps(run, i) for i in range(len(run.lessons))]
     total = sum(steps)
     bar = run.progress(range(total), initial=run.position.global_step, desc=run.config.adapter, unit="step")
@@ -496,6 +498,15 @@ def train_stream(run: ContinualRun) -> None:
             run.position.trained = True; save_run(run)
         bar.set_postfix_str(_finish_joint(run) if run.config.protocol == "joint" else _finish_task(run, _life(run)))
     bar.close()
+
+def tell_tasks(
+    on_task: Callable[[int, float], None] | None, # of `run_continual`
+    history: list[dict], # of a run
+    order: list[str], # its tasks
+) -> None:
+    "Tell of the tasks that were learned before."
+    for h in history if on_task else ():
+        if h.get("val_retained_accuracy") is not None: on_task(order.index(h["task"]) + 1 if h["task"] in order else len(order), h["val_retained_accuracy"])
 
 def tell_skipped(run: ContinualRun, state: TaskState) -> None:
     run.position.skipped_steps += 1
@@ -709,6 +720,7 @@ def run_continual(
         claim_folder(config)
         record = json.loads(finished.read_text(encoding="utf-8"))
         _same_input(record, config)
+        tell_tasks(on_task, record["history"], record["tasks"])
         print(f"{finished} is there already and is shown; overwrite=True runs it again.")
         if is_mirrored(record, config): return record
         with _logged(finished.parent): return mirror(record, config, finished.parent)
@@ -731,7 +743,8 @@ def _searched(config, quiet):
     "The config with the best setting of its search in place, and the search's record, where it asks for one."
     if not config.n_trials: return config, None
     if config.hooks: raise ValueError(f"parameter n_trials = {config.n_trials}, but hooks of one's own cannot be made afresh for each trial; search without them, or give their settings yourself")
-    found = search(config, lambda parameters, on_task: run_continual(parameters, quiet=True, on_task=on_task), quiet=quiet)
+    with telling_refusals(Path(config.results_dir), kept="What was tried is kept: the same command goes on from there.", of=FULL):
+        found = search(config, lambda parameters, on_task: run_continual(parameters, quiet=True, on_task=on_task), quiet=quiet)
     return resolve(with_setting(config, found["best"]["setting"])), found
 
 def _same_input(record, config):

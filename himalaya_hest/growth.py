@@ -417,7 +417,7 @@ def begin(hooks: HimalayaHooks, index: int, name: str, batches: list[dict], n_st
         freed = make_room(core, hooks.slots_per_task, gradients, name, hooks.pack) if gradients else []
         slots = grow(core, gradients, phi, hooks.slots_per_task, hooks.key_logit, e) if gradients and len(free_slots(core)) else []
     if core.parts.growth_trigger != "none" and not len(slots): warnings.warn(f"dictionary full: task {name} trained without slots; raise n_slots to give it some, or choose what when_full does")
-    hooks.life.append(dict(zip(LIFE, (index, len(slots), 0, 0, len(slots), int((core.owner < 0).sum()), 0, 0., len(freed), sum(f.lost for f in freed)))))
+    hooks.life.append(dict(zip(LIFE, (index, len(slots), 0, 0, len(slots), int((core.owner < 0).sum()), 0, 0., len(freed), float(sum(f.lost for f in freed))))))
     return e, tau
 
 # %% ../nbs/13_growth.ipynb #226557aa

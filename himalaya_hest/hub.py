@@ -170,12 +170,21 @@ def _library(folder, at):
         what = "its README names files that are not there" if isinstance(e, FileNotFoundError) else "its README does not say which files a split has"
         raise ValueError(f"{at}: {what} ({why}). Name another `revision`, or {ELSEWHERE}") from None
 
+def _texts(value, most=100_000):
+    "All texts in plain YAML; `ValueError` where there is no end of them: a few lines that refer to each other can mean billions."
+    left = [value]
+    for _ in range(most):
+        if not left: return
+        x = left.pop()
+        if isinstance(x, str): yield x
+        else: left += x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    raise ValueError(f"it names more than {most:,} files")
+
 def _no_files_elsewhere(readme):
     "`ValueError` naming what a README wants to read outside of its repository."
     from huggingface_hub import DatasetCard
-    texts = lambda v: [v] if isinstance(v, str) else [t for x in (v.values() if isinstance(v, dict) else v if isinstance(v, (list, tuple)) else ()) for t in texts(x)]
     configs = DatasetCard(readme).data.to_dict().get("configs") if readme.startswith("---") else None
-    for text in texts([(c.get("data_files"), c.get("data_dir")) if isinstance(c, dict) else c for c in configs or ()]):
+    for text in _texts([(c.get("data_files"), c.get("data_dir")) if isinstance(c, dict) else c for c in configs or ()]):
         if "://" in text or "::" in text or text[:1] in ("/", "~") or ".." in PurePosixPath(text).parts: raise ValueError(f"it names {text!r}, which is not in the repository")
 
 # %% ../nbs/08c_hub.ipynb #50295331

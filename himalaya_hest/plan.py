@@ -67,7 +67,7 @@ def model_config(
     from transformers import AutoConfig
     if name in SHAPES: return AutoConfig.for_model(SHAPES[name][0], **SHAPES[name][1])
     folder, at = model_folder(name), dict(revision=revision) if revision else {}
-    try: return AutoConfig.from_pretrained(folder or name, local_files_only=True, **({} if folder else at))
+    try: return AutoConfig.from_pretrained(folder or name, local_files_only=True, trust_remote_code=False, **({} if folder else at))
     except (OSError, ValueError) as e:
         raise ValueError(f"the shape of model {name!r} is not known here: a plan downloads nothing. Known are mini, a folder with a config.json, {', '.join(SHAPES)}, and models of the hub's cache; "
                          f"fetch the file with `hf download {name} config.json`") from e
@@ -235,7 +235,7 @@ def _load(task, config, source, tokenizer, max_length):
 
 def _tokenizer(config):
     from transformers import AutoTokenizer
-    return as_asked(AutoTokenizer.from_pretrained(model_folder(config.model)), config.chat_template)
+    return as_asked(AutoTokenizer.from_pretrained(model_folder(config.model), trust_remote_code=False), config.chat_template)
 
 # %% ../nbs/41a_plan.ipynb #1447768c
 @dataclass(frozen=True)

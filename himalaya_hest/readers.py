@@ -168,12 +168,12 @@ class NumberedDataset:
     def __init__(self,
         dataset, # a datasets.Dataset
     ):
-        self.dataset, self.first, self.block, self.last = dataset, 0, [], -1
+        self.dataset, self.first, self.block, self.last = dataset.with_format("arrow"), 0, [], -1
     def __len__(self) -> int: return len(self.dataset)
     def __getitem__(self, i: int) -> tuple[int, dict]:
         if not 0 <= i < len(self): raise IndexError(i)
         inside, follows, self.last = self.first <= i < self.first + len(self.block), i == self.last + 1, i
-        if not inside and not follows: return i + 1, self.dataset[i]
+        if not inside and not follows: return i + 1, self.dataset[i].to_pylist()[0]
         if not inside: self.first, self.block = i, self.dataset.select(range(i, min(i + BLOCK, len(self)))).to_list()
         return i + 1, self.block[i - self.first]
 
@@ -182,8 +182,17 @@ def read_saved(
 ) -> NumberedDataset:
     "Rows of a saved dataset; `ValueError` where it is none, or damaged."
     from datasets import load_from_disk
+    _check_inside(path)
     try: return NumberedDataset(load_from_disk(str(path)))
     except (OSError, ValueError, KeyError, TypeError) as e: raise ValueError(f"{path}: not readable as a saved dataset ({e}); save it again") from None
+
+def _check_inside(path):
+    "`ValueError` where a saved dataset names files that do not lie in its folder."
+    state = _json(read_text(path / "state.json"), path / "state.json", 1) if (path / "state.json").is_file() else None
+    listed = state.get("_data_files") if isinstance(state, dict) else None
+    for f in listed if isinstance(listed, list) else ():
+        name = f.get("filename") if isinstance(f, dict) else None
+        if not isinstance(name, str) or Path(name).name != name or name == ".." or "\\" in name: raise ValueError(f"{path}: its state.json names the file {str(name)[:100]!r}, which does not lie in this folder; save it again")
 
 READERS = {".jsonl": read_json, ".json": read_json, ".csv": read_csv, ".parquet": ParquetRows}
 

@@ -51,7 +51,7 @@ def load_record(
         near = difflib.get_close_matches(run_id, known, n=1, cutoff=0)
         raise FileNotFoundError(f"no run {run_id!r} in {results_dir}: " + (f"did you mean {near[0]!r}? Finished runs: {', '.join(known)}" if near else "it holds no finished run; give the results_dir of a run"))
     try: record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as e: raise ValueError(f"{path} is not JSON ({e}): delete the run's folder and run it again") from None
+    except (ValueError, RecursionError) as e: raise ValueError(f"{path} is not JSON ({e}): delete the run's folder and run it again") from None
     missing = [k for k in NEEDED if k not in record] if isinstance(record, dict) else NEEDED
     if missing: raise ValueError(f"{path} lacks {', '.join(missing)}: it is not the record of a stream run")
     return record
@@ -207,8 +207,9 @@ def table_markdown(
 ) -> str: # a Markdown table
     "The title and the table in Markdown."
     keep = [i for i, c in enumerate(table.columns) if columns is None or c in columns]
-    line = lambda cells: "| " + " | ".join(cells[i].replace("|", "\\|") for i in keep) + " |"
-    return "\n".join([f"{table.title}:\n", line(list(map(str, table.columns))), "|" + "---|" * len(keep)] + [line(list(map(_shown, row))) for row in table.rows])
+    plain = lambda text: " ".join(text.splitlines()).replace("<", "&lt;") # names and labels come from data: no HTML, no lines of their own
+    line = lambda cells: "| " + " | ".join(plain(cells[i]).replace("|", "\\|") for i in keep) + " |"
+    return "\n".join([f"{plain(table.title)}:\n", line(list(map(str, table.columns))), "|" + "---|" * len(keep)] + [line(list(map(_shown, row))) for row in table.rows])
 
 Table._repr_html_, Table._repr_markdown_, Table.markdown = table_html, table_markdown, table_markdown
 

@@ -26,9 +26,16 @@ class Chart:
 
     def __repr__(self): return f"Chart({self.topic!r})"
 
+    def as_written(self):
+        "The figure, in which a dollar sign of a name or a label begins no formula."
+        from matplotlib.text import Text
+        for text in self.figure.findobj(Text):
+            if "$" in text.get_text() and r"\mathdefault" not in text.get_text(): text.set_parse_math(False)
+        return self.figure
+
     def _repr_png_(self):
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=110)
+        self.as_written().savefig(buffer, format="png", dpi=110)
         return buffer.getvalue()
 
     def save(self,
@@ -39,7 +46,7 @@ class Chart:
         import matplotlib
         path = Path(folder) / f"{prefix}_{self.topic}.pdf"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context({"pdf.fonttype": 42}): self.figure.savefig(path, format="pdf", metadata={"CreationDate": None})
+        with matplotlib.rc_context({"pdf.fonttype": 42}): self.as_written().savefig(path, format="pdf", metadata={"CreationDate": None})
         return path
 
 # %% ../nbs/45_report.ipynb #7b3e64e0

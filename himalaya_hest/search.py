@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['log', 'LR', 'DECAY', 'BETA2', 'LAMBDA', 'TAU', 'ALPHA', 'FACTORS', 'FOUNDING_LAMBDA', 'SPACES', 'FOUNDING', 'GATED',
            'OVERSPENT', 'search_space', 'check_space', 'space_of', 'GivenUp', 'with_setting', 'study_name',
-           'open_study', 'sampler_of', 'suggest', 'take_back', 'counted', 'search', 'finalists', 'study_record',
-           'best_setting', 'dead_parameters', 'read_searches', 'at_edge', 'searches_table']
+           'cut_torn_line', 'open_study', 'sampler_of', 'suggest', 'take_back', 'counted', 'draw_of', 'next_trial',
+           'search', 'finalists', 'study_record', 'best_setting', 'dead_parameters', 'read_searches', 'at_edge',
+           'searches_table']
 
 # %% ../nbs/45d_search.ipynb #e751b1d0
 import hashlib
@@ -16,7 +17,7 @@ import math
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterable
 
 from filelock import FileLock, Timeout
 
@@ -146,6 +147,20 @@ def _of_trial(config, setting, **changed):
     counted_only = config.energy and config.energy | dict(latency_samples=0, energy_meter="none")
     return with_setting(config, setting, stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", evaluation=quick, energy=counted_only, **({"run_id": "", "seed": s["seed"], "order_seed": s["seed"]} | changed))
 
+def cut_torn_line(
+    path: str, # of a journal
+    lock, # of the journal, with acquire and release
+) -> None:
+    "Cut off the half line that a full disk or a power cut left at the end; behind it nothing could be read any more."
+    lock.acquire()
+    try:
+        with open(path, "r+b") as f:
+            lines, end, torn = f.read().rpartition(b"\n")
+            if not torn: return
+            log.warning("%s ends in the middle of a line, which is cut off", path)
+            f.truncate(len(lines + end))
+    finally: lock.release()
+
 def open_study(
     folder: Path, # of all searches
     name: str, # of the study
@@ -155,6 +170,7 @@ def open_study(
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
     folder.mkdir(parents=True, exist_ok=True)
     path = str(folder/f"{name}.journal")
+    if Path(path).exists(): cut_torn_line(path, JournalFileOpenLock(path))
     storage = optuna.storages.JournalStorage(JournalFileBackend(path, lock_obj=JournalFileOpenLock(path)))
     return optuna.create_study(study_name=name, storage=storage, direction="maximize", load_if_exists=True)
 
@@ -181,17 +197,21 @@ def suggest(trial, space: dict) -> dict: # parameter → value
 def take_back(
     study, # optuna.Study
     folder: Path, # of the locks
+    names: Iterable[str], # of the parameters
 ) -> None:
-    "Give up trials whose process is gone, and queue their settings again."
+    "Give up trials whose process is gone, and queue their settings again; one that was not drawn to its end is drawn anew. For one process at a time."
     import optuna
-    for t in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+    from optuna.trial import TrialState
+    for t in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         lock = FileLock(folder/f"{t.number}.lock")
         try: lock.acquire(blocking=False)
         except Timeout: continue
         try:
-            if t.params and study.trials[t.number].state == optuna.trial.TrialState.RUNNING:
-                study.enqueue_trial(t.params, user_attrs=dict(goes_on=t.user_attrs.get("goes_on", t.number)))
-                study.tell(t.number, state=optuna.trial.TrialState.FAIL)
+            setting = t.params if t.params.keys() == set(names) else t.system_attrs.get("fixed_params")
+            attrs = {k: t.user_attrs.get(k, t.number) for k in ("goes_on", "draw")}
+            queued = [w.user_attrs.get("goes_on") for w in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))]
+            if setting and attrs["goes_on"] not in queued: study.enqueue_trial(setting, user_attrs=attrs) # in the queue already where we were killed right here
+            study.tell(t.number, state=TrialState.FAIL)
         finally: lock.release()
 
 def counted(
@@ -200,6 +220,29 @@ def counted(
     "Trials that ended or are on their way; not those that a killed process left."
     import optuna
     return [t for t in trials if t.state not in (optuna.trial.TrialState.FAIL, optuna.trial.TrialState.WAITING)]
+
+# %% ../nbs/45d_search.ipynb #325feefd
+def draw_of(trial) -> int:
+    "Its number among all settings drawn, which a trial that goes on keeps."
+    return trial.user_attrs.get("draw", trial.number)
+
+def next_trial(
+    study, # optuna.Study
+    place: Path, # of the locks
+    config: RunConfig, # resolved
+    space: dict, # checked
+): # (trial, its setting, its lock, held), or None where there are enough
+    "Take the next setting; one that a killed process left comes first. A trial's number among all drawn decides about its draw, so that a search that was killed draws what it would have drawn."
+    with FileLock(place/"next.lock"):
+        take_back(study, place, space)
+        drawn = {draw_of(t) for t in counted(study.get_trials(deepcopy=False))}
+        if len(drawn) >= config.n_trials: return None
+        number = next(k for k in range(len(drawn) + 1) if k not in drawn)
+        study.sampler = sampler_of(config.search["seed"], config.n_trials, max(1, number)) # the first is given
+        trial = study.ask()
+        lock = FileLock(place/f"{trial.number}.lock"); lock.acquire()
+        if "draw" not in trial.user_attrs: trial.set_user_attr("draw", number)
+        return trial, suggest(trial, space), lock
 
 # %% ../nbs/45d_search.ipynb #b83d91e9
 def search(
@@ -218,37 +261,34 @@ def search(
     with FileLock(place/"start.lock"):
         if not study.get_trials(deepcopy=False): study.enqueue_trial({n: r["start"] for n, r in space.items()})
     while config.search["timeout_s"] is None or time.monotonic() - begun < config.search["timeout_s"]:
-        take_back(study, place)
         study.pruner = optuna.pruners.MedianPruner(n_startup_trials=max(3, config.n_trials // 3), n_warmup_steps=2) if config.search["prune"] else optuna.pruners.NopPruner()
-        with FileLock(place/"next.lock"):
-            if len(counted(study.get_trials(deepcopy=False))) >= config.n_trials: break
-            study.sampler = sampler_of(config.search["seed"], config.n_trials, len(study.trials)) # under the lock: two workers with one number would draw one setting
-            trial = study.ask()
-        _run_trial(study, trial, config, space, run, place, quiet)
+        if (taken := next_trial(study, place, config, space)) is None: break
+        trial, setting, lock = taken
+        try: _run_trial(study, trial, setting, config, run, place, quiet)
+        finally: lock.release()
     return study_record(study, config, space, _finals(study, config, run, place, quiet))
 
 # %% ../nbs/45d_search.ipynb #8cee6fad
-def _run_trial(study, trial, config, space, run, place, quiet):
+def _run_trial(study, trial, setting, config, run, place, quiet):
     import optuna
-    with FileLock(place/f"{trial.number}.lock"):
-        setting, curve, start = suggest(trial, space), [], time.monotonic()
-        def on_task(n, retained):
-            curve.append(retained)
-            trial.set_user_attr("curve", curve)
-            trial.report(sum(curve) / len(curve), n)
-            if trial.should_prune(): raise GivenUp(f"behind after {n} tasks")
-        first = trial.user_attrs.get("goes_on", trial.number)
-        parameters = _of_trial(config, setting, results_dir=str(place), run_id=f"trial-{first}")
-        state, value = optuna.trial.TrialState.COMPLETE, None
-        try:
-            record = run(parameters, on_task)
-            value, why = _judged(record, parameters)
-            if why: trial.set_user_attr("why", why)
-            trial.set_user_attr("world", record["world"]["digest"])
-        except GivenUp: state = optuna.trial.TrialState.PRUNED
-        except FloatingPointError as e: value = 0.; trial.set_user_attr("why", str(e))
-        trial.set_user_attr("wall_s", round(time.monotonic() - start, 1))
-        study.tell(trial, value, state=state)
+    curve, start = [], time.monotonic()
+    def on_task(n, retained):
+        curve.append(retained)
+        trial.set_user_attr("curve", curve)
+        trial.report(sum(curve) / len(curve), n)
+        if trial.should_prune(): raise GivenUp(f"behind after {n} tasks")
+    first = trial.user_attrs.get("goes_on", trial.number)
+    parameters = _of_trial(config, setting, results_dir=str(place), run_id=f"trial-{first}")
+    state, value = optuna.trial.TrialState.COMPLETE, None
+    try:
+        record = run(parameters, on_task)
+        value, why = _judged(record, parameters)
+        if why: trial.set_user_attr("why", why)
+        trial.set_user_attr("world", record["world"]["digest"])
+    except GivenUp: state = optuna.trial.TrialState.PRUNED
+    except FloatingPointError as e: value = 0.; trial.set_user_attr("why", str(e))
+    trial.set_user_attr("wall_s", round(time.monotonic() - start, 1))
+    study.tell(trial, value, state=state)
     told = "given up" if value is None else f"{value:.3f}"
     log.info("trial %d of %d, %s: %s", trial.number, config.n_trials, setting, told)
     if not quiet: print(f"trial {trial.number + 1} of {config.n_trials}: {told} {', '.join(f'{k} {_short(v)}' for k, v in setting.items())}", flush=True)
@@ -271,7 +311,7 @@ def finalists(
     "The best trials that ended, and the first trial."
     import optuna
     ended = sorted(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)), key=lambda t: -t.value)
-    return ended[:n] + [t for t in ended[n:] if t.number == 0]
+    return ended[:n] + [t for t in ended[n:] if draw_of(t) == 0]
 
 def _finals(study, config, run, place, quiet):
     "AUC of each finalist over the further pairs; a run of another worker is left to that worker, and waited for at the end."

@@ -339,7 +339,7 @@ def save_json(
 def load_json(path: Path) -> dict | None: # None where it is missing or damaged
     "What `save_json` wrote."
     try: data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError): return None
+    except (OSError, ValueError, RecursionError): return None
     return data if isinstance(data, dict) else None
 
 # %% ../nbs/08b_sources.ipynb #b9a104df

@@ -184,6 +184,7 @@ def train_task(
     state = state or TaskState()
     n_steps = steps_of_task(n_batches, training)
     _prepare(adapter, training, n_steps, state)
+    if state.skipped_in_a_row >= MAX_SKIPPED: raise FloatingPointError(diverged_text(state, "loss or gradient", training)) # taken up where it was given up
     adapter.model.train()
     groups = micro_batches(make_loader, n_batches, training["gradient_accumulation_steps"], state.step)
     while state.step < n_steps and not adapter.hooks.should_stop():
