@@ -6,8 +6,8 @@
 __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'SCORES', 'held_as', 'load_backbone', 'backbone_digest', 'not_loaded', 'stream_of',
            'row_length', 'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'Place', 'ContinualRun',
            'early_stopping', 'note_scores', 'save_run', 'restore_run', 'claim_folder', 'lessons_of', 'lesson_steps',
-           'run_task', 'faults_of', 'evaluate_seen', 'evaluate_all', 'sizes_of', 'train_stream', 'tell_tasks',
-           'tell_skipped', 'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part', 'evaluate_energy',
+           'faults_of', 'run_task', 'evaluate_seen', 'evaluate_all', 'sizes_of', 'tell_tasks', 'tell_skipped',
+           'train_stream', 'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part', 'evaluate_energy',
            'energy_summary', 'write_predictions', 'score_matrix', 'versions', 'code_version', 'device_info', 'world_of',
            'development_digest', 'task_info', 'peak_memory_mb', 'make_record', 'run_continual']
 
@@ -35,6 +35,7 @@ import torch
 
 # %% ../nbs/46_continual.ipynb #5982e770
 import himalaya_hest, himalaya_hest.long_world # which registers the twins of the studies of energy
+from .adapter_files import save_adapter
 from .batching import Collator, TaskLoader, as_asked
 from .checkpoint import FULL, CheckpointWarning, latest_checkpoint, random_states, save_checkpoint, seed_all, set_random_states, telling_refusals, write_atomic
 from .code_execution import Limits, run_programs
@@ -384,6 +385,12 @@ def lesson_steps(
     lessons = run.data.values() if run.config.protocol == "joint" else run.lessons[i:i + 1]
     return sum(steps_of_task(d.n_batches, run.config.training) for d in lessons)
 
+# %% ../nbs/46_continual.ipynb #4d2112be
+def faults_of(run: ContinualRun) -> dict[str, int]: # name → times
+    "What failed and was replaced, over all tasks so far."
+    before, now = run.position.faults, run.adapter.hooks.faults()
+    return {n: before.get(n, 0) + now.get(n, 0) for n in sorted({*before, *now})}
+
 # %% ../nbs/46_continual.ipynb #55bc5196
 def run_task(
     run: ContinualRun,
@@ -404,11 +411,6 @@ def run_task(
     with run.place.interrupts.steps(): train_task(adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step)
     adapter.hooks.on_task_end(own.make_loader())
     for d in run.data.values(): d.train.close()
-
-def faults_of(run: ContinualRun) -> dict[str, int]: # name → times
-    "What failed and was replaced, over all tasks so far."
-    before, now = run.position.faults, run.adapter.hooks.faults()
-    return {n: before.get(n, 0) + now.get(n, 0) for n in sorted({*before, *now})}
 
 def evaluate_seen(run: ContinualRun) -> dict: # task → metrics
     "Evaluate what the protocol asks for after the present task."
@@ -469,6 +471,20 @@ def _finish_joint(run):
     run.on_task(len(run.order), retained)
     return f"{retained:.3f}"
 
+# %% ../nbs/46_continual.ipynb #82b16671
+def tell_tasks(
+    on_task: Callable[[int, float], None] | None, # of `run_continual`
+    history: list[dict], # of a run
+    order: list[str], # its tasks
+) -> None:
+    "Tell of the tasks that were learned before."
+    for h in history if on_task else ():
+        if h.get("val_retained_accuracy") is not None: on_task(order.index(h["task"]) + 1 if h["task"] in order else len(order), h["val_retained_accuracy"])
+
+def tell_skipped(run: ContinualRun, state: TaskState) -> None:
+    run.position.skipped_steps += 1
+    log.warning("step %d of %s is skipped: its loss or gradient was not finite (loss %s)", state.step, run.lessons[run.position.task].task.name, state.loss)
+
 # %% ../nbs/46_continual.ipynb #82bdcbf3
 def train_stream(run: ContinualRun) -> None:
     "All tasks from the run's position on."
@@ -498,19 +514,6 @@ def train_stream(run: ContinualRun) -> None:
             run.position.trained = True; save_run(run)
         bar.set_postfix_str(_finish_joint(run) if run.config.protocol == "joint" else _finish_task(run, _life(run)))
     bar.close()
-
-def tell_tasks(
-    on_task: Callable[[int, float], None] | None, # of `run_continual`
-    history: list[dict], # of a run
-    order: list[str], # its tasks
-) -> None:
-    "Tell of the tasks that were learned before."
-    for h in history if on_task else ():
-        if h.get("val_retained_accuracy") is not None: on_task(order.index(h["task"]) + 1 if h["task"] in order else len(order), h["val_retained_accuracy"])
-
-def tell_skipped(run: ContinualRun, state: TaskState) -> None:
-    run.position.skipped_steps += 1
-    log.warning("step %d of %s is skipped: its loss or gradient was not finite (loss %s)", state.step, run.lessons[run.position.task].task.name, state.loss)
 
 def _life(run):
     "What became of each task's slots, for a method with a dictionary; tasks by their names."
@@ -782,7 +785,7 @@ def _recorded(config, folder, found, quiet, hooks, on_task, tracker, place):
     evaluate_final(run)
     evaluate_energy(run)
     record = make_record(run) | ({"search": found} if found else {}) | dict(tracker=tracker.told())
-    if config.protocol not in ("single", "zero_shot"): run.adapter.model.save_pretrained(folder/"adapter", save_embedding_layers=False)
+    if config.protocol not in ("single", "zero_shot"): save_adapter(run.adapter.model, folder/"adapter")
     write_predictions(run)
     _write_record(folder, record)
     shutil.rmtree(folder/"checkpoints", ignore_errors=True)

@@ -29,7 +29,7 @@ from .dictionary import Site
 from .ewc import sampled_label_loss
 from .fixed_routing import fixed_faults, fixed_route
 from .growth import HimalayaCore, HimalayaHooks, Tapped, optimizer_groups, tapped
-from .packing import check_budget, load_packed_file, packed_bytes, snap_slots_, write_packed
+from .packing import check_budget, impossible_numbers, load_packed_file, packed_bytes, snap_slots_, write_packed
 from .peft_bridge import add_peft_type, prepare_quantised, register_peft_method
 from .presets import PARTS, SIZES, Parts, parts_of, spaces_of
 from .router import fit_router, masked_mean, rarity
@@ -121,6 +121,17 @@ def check_config(config: HimalayaConfig) -> None:
     if config.router_ewc < 0: raise ValueError(f"router_ewc is {config.router_ewc}; expected 0 or more")
     if config.n_core_slots >= config.n_slots: raise ValueError(f"n_core_slots ({config.n_core_slots}) leaves no elastic slot of n_slots ({config.n_slots})")
     if config.growth_batches > config.context_batches: raise ValueError(f"growth_batches ({config.growth_batches}) may not exceed context_batches ({config.context_batches})")
+
+# %% ../nbs/14_himalaya.ipynb #29a69d9f
+def _size_faults(self, shapes: dict[str, tuple]) -> list[str]: # by the names of the core's state
+    "Sizes that a file's tensors do not have."
+    wanted = {"owner": (self.n_slots,)} | ({"router.w2": (self.n_features, 2 * self.n_slots + (self.strength == "tanh"))} if self.router == "masked" else {})
+    sizes = f"n_slots {self.n_slots}, n_features {self.n_features}"
+    return [f"{n} has shape {shapes[n]}, expected {w} by {sizes}" if n in shapes else f"{n} is missing" for n, w in wanted.items() if shapes.get(n) != w]
+
+def _value_faults(self, state: dict[str, Tensor]) -> list[str]: return impossible_numbers(state) # by the names of the core's state
+
+HimalayaConfig.size_faults, HimalayaConfig.value_faults = _size_faults, _value_faults
 
 # %% ../nbs/14_himalaya.ipynb #7ee9a6a2
 class CallVariable:
@@ -284,7 +295,7 @@ class HimalayaModel(BaseTuner):
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
         for p, trainable in others: p.requires_grad_(trainable) # PEFT restores what lies in the backbone, and the cores lie beside it
     def _move_adapter_to_device_of_base_layer(self, adapter_name): # empty weights have been filled
-        self.himalaya_core[adapter_name].to(self.model.get_input_embeddings().weight.device)
+        for p in self.himalaya_core[adapter_name].to(self.model.get_input_embeddings().weight.device).parameters(): p.data = p.data.float() # a file may hold them in half
     @classmethod
     def _remove_adapter_name_from_key(cls, key, adapter_name): return key.replace(f"himalaya_core.{adapter_name}.", "himalaya_core.", 1)
     def _enable_peft_forward_hooks(self, *args, **kwargs): return call_context(*args, **kwargs)

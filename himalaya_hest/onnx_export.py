@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .onnx_adapters import Sites, acting, take_apart
-from .onnx_session import FORMAT
+from .onnx_session import FILES, FORMAT, sealed
 from .onnx_step import OPSET, add_functions
 
 # %% ../nbs/47d_onnx_export.ipynb #8f6a94d7
@@ -214,10 +214,11 @@ def write_graphs(folder, graphs, info) -> None:
     "Graphs, tensors and onnx.json, the last one last: a folder without it is no export."
     import onnx
     folder.mkdir(parents=True, exist_ok=True)
-    for old in ("onnx.json", "router.onnx"): (folder/old).unlink(missing_ok=True)
+    for old in ("onnx.json", *FILES): (folder/old).unlink(missing_ok=True)
     with open(folder/"weights.bin", "wb") as file:
         weights = Weights(file)
         for name, proto in graphs.items():
             weights.move(proto)
             onnx.save_model(proto, str(folder/f"{name}.onnx"))
+    info |= sealed(folder, info)
     (folder/"onnx.json").write_text(json.dumps(info, indent=1) + "\n", encoding="utf-8")

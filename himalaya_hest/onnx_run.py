@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from torch import nn
 
+from .adapter_files import load_adapter
 from .batching import as_asked, stop_ids
 from .config import RunConfig, checked_parameters
 from .continual import load_backbone, load_tasks, row_length, stream_of
@@ -36,17 +36,18 @@ class FinishedRun:
 
 def open_run(
     folder: str | Path, # {results_dir}/{run_id}
+    cache_dir: str | Path = ".cache", # of tokenised tasks; that of the record is not used, since a record may come from anywhere
 ) -> FinishedRun:
     "`ValueError` for a folder that holds no finished run, or a run that keeps no adapter."
     folder = Path(folder)
     if not (folder/"record.json").exists(): raise ValueError(f"{folder} holds no finished run: there is no record.json")
     if not (folder/"adapter").is_dir(): raise ValueError(f"{folder} keeps no adapter: runs of the protocols single and zero_shot have none at their end")
     record = json.loads((folder/"record.json").read_text(encoding="utf-8"))
-    config = RunConfig(**record["config"])
+    config = RunConfig(**record["config"] | dict(cache_dir=str(cache_dir)))
     backbone, tokenizer, digest = load_backbone(config.model, config.model_revision, "float32", "none")
     wanted = record["world"]["backbone"]
     if digest != wanted: raise ValueError(f"the backbone {config.model!r} is not the one of the run: its digest is {digest[:12]}, the record has {wanted[:12]}")
-    return FinishedRun(PeftModel.from_pretrained(backbone, folder/"adapter").eval(), as_asked(tokenizer, config.chat_template), config, record)
+    return FinishedRun(load_adapter(backbone, folder/"adapter").eval(), as_asked(tokenizer, config.chat_template), config, record)
 
 # %% ../nbs/47e_onnx_run.ipynb #02ffa7f0
 def run_prompts(
@@ -98,11 +99,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m himalaya_hest.onnx_run", description="Export a run's adapter and its backbone to ONNX, and compare answers.")
     parser.add_argument("run", help="folder of a finished run")
     parser.add_argument("folder", help="where the exports go")
+    parser.add_argument("--cache-dir", default=".cache", help="tokenised tasks (default: .cache)")
     parser.add_argument("--rows", type=int, default=4, help="of each task, whose answers are compared")
     parser.add_argument("--float", action="store_true", help="the adapter's vectors unpacked")
     parser.add_argument("--int8", action="store_true", help="quantise the backbone")
     a = parser.parse_args(arguments)
-    try: found = export_run(open_run(a.run), a.folder, a.rows, not a.float, a.int8)
+    try: found = export_run(open_run(a.run, a.cache_dir), a.folder, a.rows, not a.float, a.int8)
     except ValueError as e: raise SystemExit(f"error: {e}") from e
     print(f"{found['bare']}\n{found['adapter']}\n{found['compared'] - found['unequal']} of {found['compared']} greedy answers equal to PyTorch's")
     for want, got in found["examples"]: print(f"  {want!r} in PyTorch, {got!r} in ONNX Runtime")
