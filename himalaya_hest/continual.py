@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'SCORES', 'held_as', 'load_backbone', 'backbone_digest', 'not_loaded', 'stream_of',
-           'row_length', 'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'Place', 'ContinualRun',
-           'early_stopping', 'note_scores', 'save_run', 'restore_run', 'claim_folder', 'lessons_of', 'lesson_steps',
-           'faults_of', 'run_task', 'evaluate_seen', 'evaluate_all', 'sizes_of', 'tell_tasks', 'tell_skipped',
-           'train_stream', 'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part', 'evaluate_energy',
-           'energy_summary', 'write_predictions', 'score_matrix', 'versions', 'code_version', 'device_info', 'world_of',
-           'development_digest', 'task_info', 'peak_memory_mb', 'make_record', 'run_continual']
+           'row_length', 'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'ProcessState',
+           'ContinualRun', 'early_stopping', 'note_scores', 'save_run', 'restore_run', 'claim_folder', 'lessons_of',
+           'lesson_steps', 'faults_of', 'run_task', 'evaluate_seen', 'evaluate_all', 'sizes_of', 'tell_tasks',
+           'tell_skipped', 'train_stream', 'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part',
+           'evaluate_energy', 'energy_summary', 'write_predictions', 'score_matrix', 'versions', 'code_version',
+           'device_info', 'world_of', 'development_digest', 'task_info', 'peak_memory_mb', 'make_record',
+           'run_continual']
 
 # %% ../nbs/46_continual.ipynb #8af530f7
 import contextlib
@@ -225,6 +226,7 @@ class Position:
     rows: dict = field(default_factory=dict) # task → rows of [answer, value] of its last evaluation, see `evaluation.evaluate`
     energy: dict = field(default_factory=dict) # what answering costs: summary and details, in a study of energy
     skipped_steps: int = 0 # optimiser steps without an update, since loss or gradient was not finite
+    skipped_in_a_row: int = 0 # of those, the last ones, also of the task before
     faults: dict = field(default_factory=dict) # what `StreamHooks.faults` counted, where hooks begin anew with each task
     kernels: list = field(default_factory=list) # that are not deterministic, see `determinism`
     wall_s: float = 0. # of all processes that worked on this run
@@ -242,7 +244,7 @@ def sandbox_found(config: RunConfig) -> dict | None: # see `code_execution.Execu
 
 # %% ../nbs/46_continual.ipynb #0d3094a0
 @dataclass
-class Place:
+class ProcessState:
     "What a run is given by the process that it runs in."
     interrupts: Interrupts = field(default_factory=Interrupts) # signals that wait for the end of a step
     check: Callable[[], None] = lambda: None # raises if the run's lock was lost
@@ -252,8 +254,8 @@ class Place:
 # %% ../nbs/46_continual.ipynb #6070c937
 class ContinualRun:
     "One run: its config, data, adapter and position."
-    def __init__(self, config: RunConfig, quiet: bool = False, hooks: tuple = (), on_task: Callable | None = None, place: Place | None = None):
-        self.config, self.quiet, self.on_task, self.place = config, quiet, on_task or (lambda n, retained: None), place or Place()
+    def __init__(self, config: RunConfig, quiet: bool = False, hooks: tuple = (), on_task: Callable | None = None, process: ProcessState | None = None):
+        self.config, self.quiet, self.on_task, self.process = config, quiet, on_task or (lambda n, retained: None), process or ProcessState()
         self.folder = Path(config.results_dir)/config.run_id
         self.position, self.started, self.tracker = Position(), time.monotonic(), NoTracker()
         self.stream = stream_of(config)
@@ -308,9 +310,9 @@ def save_run(
     state: TaskState | None = None, # inside a task: its training
 ) -> None:
     "Write a checkpoint of a run."
-    run.place.check()
+    run.process.check()
     p = run.position
-    p.in_task, p.kernels = state.meta() if state else None, sorted({*p.kernels, *run.place.kernels})
+    p.in_task, p.kernels = state.meta() if state else None, sorted({*p.kernels, *run.process.kernels})
     p.n_checkpoints += 1
     parts = dict(adapter=adapter_tensors(run.adapter), hooks=run.adapter.hooks.state_dict(), moments=state.tensors() if state else {}, random=random_states())
     tensors = {f"{kind}/{n}": t for kind, named in parts.items() for n, t in named.items()}
@@ -408,7 +410,8 @@ def run_task(
             run.position.faults = faults_of(run)
             adapter.reset(run.initial)
         adapter.hooks.on_task_start(TaskContext(own.task.name, i, n_steps, own.make_loader(), own.told))
-    with run.place.interrupts.steps(): train_task(adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step)
+        state = TaskState(skipped_in_a_row=0 if run.initial else run.position.skipped_in_a_row)
+    with run.process.interrupts.steps(): train_task(adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step)
     adapter.hooks.on_task_end(own.make_loader())
     for d in run.data.values(): d.train.close()
 
@@ -498,18 +501,19 @@ def train_stream(run: ContinualRun) -> None:
         nonlocal saved
         run.position.global_step += 1; bar.update()
         note_scores(run)
+        run.position.skipped_in_a_row = s.skipped_in_a_row
         if s.skipped_in_a_row: tell_skipped(run, s)
         elif s.step % 10 == 0 or s.step == steps[run.position.task]:
             run.position.history.append(dict(step=run.position.global_step, task=run.lessons[run.position.task].task.name, train_loss=s.loss) | run.adapter.hooks.told())
             run.tracker.log(run.position.history, run.position.scores)
-        stops = run.place.interrupts.arrived or s.skipped_in_a_row >= MAX_SKIPPED
+        stops = run.process.interrupts.arrived or s.skipped_in_a_row >= MAX_SKIPPED
         if stops or time.monotonic() - saved > run.config.training["checkpoint_interval_s"]: save_run(run, s); saved = time.monotonic()
-        run.place.interrupts.stop()
+        run.process.interrupts.stop()
     while run.position.task < len(run.lessons):
         if not run.position.trained:
-            run.place.doing = "training"
+            run.process.doing = "training"
             run_task(run, on_step, state); state = None
-            run.place.doing = "evaluation"
+            run.process.doing = "evaluation"
             note_scores(run)
             run.position.trained = True; save_run(run)
         bar.set_postfix_str(_finish_joint(run) if run.config.protocol == "joint" else _finish_task(run, _life(run)))
@@ -668,7 +672,7 @@ def make_record(run: ContinualRun) -> dict:
         wall_s=round(run.wall_s(), 2), peak_memory_mb=round(peak_memory_mb(), 1)) | energy_summary(run)
     return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
                 versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
-                row_values={n: [v for _, v in p.rows[n]] for n in run.order}, faults=dict(skipped_steps=p.skipped_steps) | faults_of(run), nondeterministic_kernels=sorted({*p.kernels, *run.place.kernels}), searched=searched_defaults(c.adapter, c.preset, c.scale)) | final_part(run) | ({"energy": p.energy["details"]} if p.energy else {}) | ({"code_execution": run.sandbox} if run.sandbox else {})
+                row_values={n: [v for _, v in p.rows[n]] for n in run.order}, faults=dict(skipped_steps=p.skipped_steps) | faults_of(run), nondeterministic_kernels=sorted({*p.kernels, *run.process.kernels}), searched=searched_defaults(c.adapter, c.preset, c.scale)) | final_part(run) | ({"energy": p.energy["details"]} if p.energy else {}) | ({"code_execution": run.sandbox} if run.sandbox else {})
 
 # %% ../nbs/46_continual.ipynb #5e29327b
 @contextlib.contextmanager
@@ -730,7 +734,7 @@ def run_continual(
     with Interrupts() as interrupts, locked(finished.parent.with_name(f".{config.run_id}.lock"), wait=found is not None) as lock:
         if lock.waited and finished.exists(): return json.loads(finished.read_text(encoding="utf-8")) # by another worker of the same search
         folder = claim_folder(config)
-        with _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL), deterministic_kernels() as kernels: return _run(config, folder, found, quiet, hooks, on_task, Place(interrupts, lock.check, kernels))
+        with _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL), deterministic_kernels() as kernels: return _run(config, folder, found, quiet, hooks, on_task, ProcessState(interrupts, lock.check, kernels))
 
 _KEPT = "The last checkpoint is whole, if there was one: the same command goes on from it."
 
@@ -760,10 +764,10 @@ def _same_input(record, config):
         raise ValueError(f"run {config.run_id} is finished, but its stream file or its data have changed since: give another run_id, or overwrite=True to run it again")
 
 # %% ../nbs/46_continual.ipynb #d63fa93b
-def _run(config, folder, found, quiet, hooks, on_task, place):
+def _run(config, folder, found, quiet, hooks, on_task, process):
     tracker = open_tracker(config, folder)
     try:
-        with telling_memory(asdict(config), lambda: place.doing): record = _recorded(config, folder, found, quiet, hooks, on_task, tracker, place)
+        with telling_memory(asdict(config), lambda: process.doing): record = _recorded(config, folder, found, quiet, hooks, on_task, tracker, process)
     except BaseException: tracker.stop(); raise
     if tracker.mode == "off": return record
     tracker.finish(record)
@@ -773,11 +777,11 @@ def _write_record(folder, record):
     write_atomic(folder/"record.json", scrub(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)) + "\n")
     return record
 
-def _recorded(config, folder, found, quiet, hooks, on_task, tracker, place):
+def _recorded(config, folder, found, quiet, hooks, on_task, tracker, process):
     from accelerate import Accelerator
     log.info("run %s: adapter %s, preset %s, protocol %s", config.run_id, config.adapter, config.preset, config.protocol)
-    run = ContinualRun(config, quiet, hooks, on_task, place)
-    run.tracker, place.doing = tracker, "evaluation"
+    run = ContinualRun(config, quiet, hooks, on_task, process)
+    run.tracker, process.doing = tracker, "evaluation"
     run.accelerator = Accelerator(cpu=not torch.cuda.is_available())
     run.adapter.model.to(run.accelerator.device)
     if config.protocol == "zero_shot": evaluate_backbone(run)

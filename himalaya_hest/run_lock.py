@@ -67,7 +67,7 @@ def locked(
 def _take(lease, path, wait, tell):
     "Take the lock, at once or after its owner; true where it was waited for."
     try:
-        lease.acquire(timeout=0)
+        lease.acquire(timeout=.2, poll_interval=.02) # some versions need a second look to take over from the dead
         return False
     except Timeout: who = owner_text(lease)
     if wait or not on_this_machine(lease):
