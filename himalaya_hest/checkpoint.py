@@ -47,7 +47,7 @@ class StorageError(OSError):
 @contextlib.contextmanager
 def telling_refusals(
     place: Path, # what is written: a file or a folder
-    n_bytes: int | None = None, # that have to be written
+    n_bytes: int | None = None, # that have to be written; None: of many files, one of which may be refused
     kept: str = "", # what is still there
     of: Container[int] = REFUSALS, # the errors meant; where something is read as well, FULL
 ):
@@ -56,7 +56,7 @@ def telling_refusals(
     except StorageError: raise
     except OSError as e:
         if e.errno not in of: raise
-        place = Path(e.filename) if of is FULL and e.filename else place
+        if n_bytes is None and e.filename: place = Path(e.filename) # the one that was refused, where many may be written
         need = "" if n_bytes is None else f" {n_bytes / 1e6:.3f} MB have to be written{_room(place)}."
         raise StorageError(e.errno, f"{place} cannot be written: {REFUSALS[e.errno]}, or choose another place (results_dir, cache_dir).{need} {kept}".rstrip(), e.filename) from e
 

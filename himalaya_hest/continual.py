@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'SCORES', 'held_as', 'load_backbone', 'backbone_digest', 'not_loaded', 'stream_of',
            'row_length', 'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'ProcessState',
-           'ContinualRun', 'early_stopping', 'note_scores', 'save_run', 'restore_run', 'claim_folder', 'lessons_of',
-           'lesson_steps', 'faults_of', 'run_task', 'evaluate_seen', 'evaluate_all', 'sizes_of', 'tell_tasks',
-           'tell_skipped', 'train_stream', 'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part',
-           'evaluate_energy', 'energy_summary', 'write_predictions', 'score_matrix', 'versions', 'code_version',
-           'device_info', 'world_of', 'development_digest', 'task_info', 'peak_memory_mb', 'make_record',
-           'run_continual']
+           'ContinualRun', 'early_stopping', 'note_scores', 'kernels_of', 'save_run', 'restore_run', 'claim_folder',
+           'lessons_of', 'lesson_steps', 'faults_of', 'run_task', 'evaluate_seen', 'evaluate_all', 'sizes_of',
+           'tell_tasks', 'tell_skipped', 'train_stream', 'evaluate_backbone', 'final_tasks', 'evaluate_final',
+           'final_part', 'evaluate_energy', 'energy_summary', 'write_predictions', 'score_matrix', 'versions',
+           'code_version', 'device_info', 'world_of', 'development_digest', 'task_info', 'peak_memory_mb',
+           'make_record', 'run_continual']
 
 # %% ../nbs/46_continual.ipynb #8af530f7
 import contextlib
@@ -305,6 +305,10 @@ def note_scores(run) -> None:
 # %% ../nbs/46_continual.ipynb #f3ba730a
 def _held_to(world): return [world["digest"], world["development"]] if "development" in world else world["digest"]
 
+def kernels_of(run) -> list[str]: # names
+    "Kernels that are not deterministic, of all processes that worked on a run."
+    return sorted({*run.position.kernels, *run.process.kernels})
+
 def save_run(
     run: ContinualRun,
     state: TaskState | None = None, # inside a task: its training
@@ -312,7 +316,7 @@ def save_run(
     "Write a checkpoint of a run."
     run.process.check()
     p = run.position
-    p.in_task, p.kernels = state.meta() if state else None, sorted({*p.kernels, *run.process.kernels})
+    p.in_task, p.kernels = state.meta() if state else None, kernels_of(run)
     p.n_checkpoints += 1
     parts = dict(adapter=adapter_tensors(run.adapter), hooks=run.adapter.hooks.state_dict(), moments=state.tensors() if state else {}, random=random_states())
     tensors = {f"{kind}/{n}": t for kind, named in parts.items() for n, t in named.items()}
@@ -341,7 +345,7 @@ def restore_run(
 def claim_folder(
     config: RunConfig, # resolved
 ) -> Path: # {results_dir}/{run_id}
-    "Make the run's folder, or take up one of the same parameters; `ValueError` names what differs, or a folder that holds no run."
+    "Make the run's folder, or take up one of the same parameters; `ValueError` names what differs, or a folder that holds no run, `StorageError` one that cannot be written."
     folder = Path(config.results_dir)/config.run_id
     if folder.exists() and not (folder/"config.yaml").exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} exists and holds no run (it has no config.yaml), so nothing is written there: give another results_dir or run_id")
@@ -349,10 +353,9 @@ def claim_folder(
     finished = (folder/"record.json").exists()
     if config.overwrite and (differ or finished): _remove(folder)
     elif differ and (finished or (folder/"checkpoints").exists()): raise ValueError(f"{folder} holds a run with other parameters ({'; '.join(differ)}). Give another run_id, or overwrite=True to begin anew.")
-    try:
+    with telling_refusals(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_config(replace(config, overwrite=False), folder/"config.yaml")
-    except OSError as e: raise ValueError(f"results_dir {config.results_dir!r} cannot be written ({e.strerror}): give another results_dir") from e
     return folder
 
 def _remove(folder):
@@ -485,6 +488,7 @@ def tell_tasks(
         if h.get("val_retained_accuracy") is not None: on_task(order.index(h["task"]) + 1 if h["task"] in order else len(order), h["val_retained_accuracy"])
 
 def tell_skipped(run: ContinualRun, state: TaskState) -> None:
+    "Count and log a step that was skipped."
     run.position.skipped_steps += 1
     log.warning("step %d of %s is skipped: its loss or gradient was not finite (loss %s)", state.step, run.lessons[run.position.task].task.name, state.loss)
 
@@ -672,7 +676,7 @@ def make_record(run: ContinualRun) -> dict:
         wall_s=round(run.wall_s(), 2), peak_memory_mb=round(peak_memory_mb(), 1)) | energy_summary(run)
     return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
                 versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
-                row_values={n: [v for _, v in p.rows[n]] for n in run.order}, faults=dict(skipped_steps=p.skipped_steps) | faults_of(run), nondeterministic_kernels=sorted({*p.kernels, *run.process.kernels}), searched=searched_defaults(c.adapter, c.preset, c.scale)) | final_part(run) | ({"energy": p.energy["details"]} if p.energy else {}) | ({"code_execution": run.sandbox} if run.sandbox else {})
+                row_values={n: [v for _, v in p.rows[n]] for n in run.order}, faults=dict(skipped_steps=p.skipped_steps) | faults_of(run), nondeterministic_kernels=kernels_of(run), searched=searched_defaults(c.adapter, c.preset, c.scale)) | final_part(run) | ({"energy": p.energy["details"]} if p.energy else {}) | ({"code_execution": run.sandbox} if run.sandbox else {})
 
 # %% ../nbs/46_continual.ipynb #5e29327b
 @contextlib.contextmanager

@@ -32,7 +32,9 @@ def deterministic_kernels(): # yields a set of names, which grows
     with warnings.catch_warnings():
         for pattern in _TOLD: warnings.filterwarnings("always", message=pattern)
         show = warnings.showwarning
-        def note(message, *args, **kw): names.add(kernel_of(str(message))) if kernel_of(str(message)) else show(message, *args, **kw)
+        def note(message, *args, **kw):
+            if name := kernel_of(str(message)): names.add(name)
+            else: show(message, *args, **kw)
         warnings.showwarning = note
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # read when cuBLAS is first used
         torch.use_deterministic_algorithms(True, warn_only=not strict); torch.set_warn_always(True)

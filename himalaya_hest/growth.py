@@ -230,7 +230,11 @@ def opening_key(
     return (logit * px @ torch.linalg.solve(kernel, x.new_ones(len(x)))).to(projector.dtype)
 
 # %% ../nbs/13_growth.ipynb #5d9be49c
-def note_failure(core: HimalayaCore, what: str) -> None:
+def note_failure(
+    core: HimalayaCore,
+    what: str, # failed, and what was kept
+) -> None:
+    "Count it, and warn."
     core.failed += 1
     warnings.warn(what)
 
@@ -251,9 +255,11 @@ def atoms_or_before(
 ) -> list[tuple]: # parameter, its new rows at the slots
     "`new_atoms`; nothing where they cannot be computed."
     book = core.dictionary
-    try: reads, writes = new_atoms(core, gradients, len(slots))
-    except torch.linalg.LinAlgError: reads, writes = {}, {"": gradients[next(iter(gradients))].new_tensor(float("nan"))}
-    if all(bool(x.isfinite().all()) for x in (*reads.values(), *writes.values())): return [*((book.read[w], q) for w, q in reads.items()), *((book.write[w], d) for w, d in writes.items())]
+    try:
+        reads, writes = new_atoms(core, gradients, len(slots))
+        new = [*((book.read[w], q) for w, q in reads.items()), *((book.write[w], d) for w, d in writes.items())]
+        if all(bool(x.isfinite().all()) for _, x in new): return new
+    except torch.linalg.LinAlgError: pass
     note_failure(core, "the directions of new slots could not be computed from the gradient; they keep the ones they have")
     return []
 

@@ -30,7 +30,7 @@ from .ewc import sampled_label_loss
 from .fixed_routing import fixed_faults, fixed_route
 from .growth import HimalayaCore, HimalayaHooks, Tapped, optimizer_groups, tapped
 from .packing import check_budget, impossible_numbers, load_packed_file, packed_bytes, snap_slots_, write_packed
-from .peft_bridge import add_peft_type, prepare_quantised, register_peft_method
+from .peft_bridge import add_peft_type, prepare_quantised, register_peft_method, settle
 from .presets import PARTS, SIZES, Parts, parts_of, spaces_of
 from .router import fit_router, masked_mean, rarity
 from .shell import widths_of
@@ -295,7 +295,7 @@ class HimalayaModel(BaseTuner):
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
         for p, trainable in others: p.requires_grad_(trainable) # PEFT restores what lies in the backbone, and the cores lie beside it
     def _move_adapter_to_device_of_base_layer(self, adapter_name): # empty weights have been filled
-        for p in self.himalaya_core[adapter_name].to(self.model.get_input_embeddings().weight.device).parameters(): p.data = p.data.float() # a file may hold them in half
+        settle(self.himalaya_core[adapter_name], self.model.get_input_embeddings().weight.device)
     @classmethod
     def _remove_adapter_name_from_key(cls, key, adapter_name): return key.replace(f"himalaya_core.{adapter_name}.", "himalaya_core.", 1)
     def _enable_peft_forward_hooks(self, *args, **kwargs): return call_context(*args, **kwargs)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GAIN_BITS', 'TRAINING_ONLY', 'FORMAT', 'snap_slots_', 'packed_state', 'impossible_numbers', 'load_packed', 'Fill',
-           'fill_of', 'packed_bytes', 'check_budget', 'state_digest', 'write_packed', 'read_packed', 'load_packed_file']
+           'fill_of', 'packed_bytes', 'check_budget', 'write_packed', 'read_packed', 'load_packed_file']
 
 # %% ../nbs/13a_packing.ipynb #fb23cd35
 import hashlib
@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from .digests import tensor_digest
 from .growth import HimalayaCore, refit_tree, router_columns, set_projector
 from .linalg import unpack_symmetric
 from .quant import dequantise_groups, grouped_bytes, quantise_groups
@@ -199,16 +200,6 @@ def check_budget(
 # %% ../nbs/13a_packing.ipynb #fe00773f
 FORMAT = "himalaya-packed-1"
 
-def state_digest(
-    state: dict[str, Tensor],
-) -> str: # 64 hex digits
-    "SHA-256 over names, types, shapes and bytes, in the order of the names."
-    h = hashlib.sha256()
-    for n, t in sorted(state.items()):
-        h.update(f"{n} {t.dtype} {tuple(t.shape)}\n".encode())
-        h.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return h.hexdigest()
-
 def _record_digest(info): return hashlib.sha256(json.dumps({k: v for k, v in info.items() if k != "record"}, sort_keys=True).encode()).hexdigest()
 
 _DECIDE = ("update", "strength", "vector_spaces", "norm_rescaling", "router", "prototypes", "gates", "routing", "kd_tree", "n_core_slots")
@@ -226,7 +217,7 @@ def write_packed(
     "Write the packed state to a file; equal states give equal bytes."
     path, state = Path(path), {n: t.cpu().contiguous() for n, t in packed_state(core, serving, bits).items()}
     info = dict(format=FORMAT, serving=serving, bits=bits, slots=len(core.owner), router=core.router.digest,
-                shapes={n: list(t.shape) for n, t in state.items()}, settings=_settings(core), digest=state_digest(state))
+                shapes={n: list(t.shape) for n, t in state.items()}, settings=_settings(core), digest=tensor_digest(state))
     info["record"] = _record_digest(info)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(save(state, metadata={"himalaya": json.dumps(info, sort_keys=True)}))
@@ -244,7 +235,7 @@ def read_packed(
     if not isinstance(info, dict) or info.get("format") != FORMAT: raise ValueError(f"{path} is not a packed HIMALAYA state: its format is {info.get('format') if isinstance(info, dict) else None!r}, expected {FORMAT!r}")
     kinds = dict(serving=bool, bits=int, slots=int, router=str, shapes=dict, digest=str, settings=(dict, type(None)), record=(str, type(None)))
     if bad := [n for n, k in kinds.items() if not isinstance(info.get(n), k)]: raise ValueError(f"{path} was changed after it was written: {bad[0]} is {str(info.get(bad[0]))[:60]!r}; get the file again")
-    if state_digest(state) != info["digest"]: raise ValueError(f"{path} was changed after it was written: its tensors have the digest {state_digest(state)[:12]}, expected {info['digest'][:12]}")
+    if tensor_digest(state) != info["digest"]: raise ValueError(f"{path} was changed after it was written: its tensors have the digest {tensor_digest(state)[:12]}, expected {info['digest'][:12]}")
     if "record" in info and _record_digest(info) != info["record"] or info["shapes"] != {n: list(t.shape) for n, t in state.items()}: raise ValueError(f"{path} was changed after it was written: its line of JSON is not the one that was written; get the file again")
     if wrong := [n for n, t in state.items() if n.endswith(".codes") and (t.dtype != torch.uint8 or t.dim() != 3 or t.shape[1] != (GAIN_BITS if n.endswith(".gain.codes") else info["bits"]))]: raise ValueError(f"{path} says {info['bits']} bits, but {wrong[0]} is {state[wrong[0]].dtype} of shape {tuple(state[wrong[0]].shape)}; get the file again")
     return state, info

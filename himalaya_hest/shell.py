@@ -18,7 +18,7 @@ from peft import PeftConfig, PeftModel, TaskType, get_peft_model # TaskType, Opt
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import Tensor, nn
 
-from .peft_bridge import prepare_quantised
+from .peft_bridge import prepare_quantised, settle
 
 # %% ../nbs/09b_shell.ipynb #23ac9558
 @dataclass
@@ -109,7 +109,7 @@ class ShellModel(BaseTuner):
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         for p, trainable in others: p.requires_grad_(trainable) # PEFT restores what lies in the backbone, and the cores lie beside it
     def _move_adapter_to_device_of_base_layer(self, adapter_name): # empty weights have been filled
-        for p in self.cores[adapter_name].to(next(self.model.parameters()).device).parameters(): p.data = p.data.float() # a file may hold them in half
+        settle(self.cores[adapter_name], next(self.model.parameters()).device)
     @classmethod
     def _remove_adapter_name_from_key(cls, key, adapter_name): return key.replace(f"{cls.prefix}core.{adapter_name}.", f"{cls.prefix}core.", 1)
     def core(self, adapter_name: str | None = None) -> nn.Module: # of the active adapter, unless named

@@ -168,6 +168,7 @@ def train_step(
     return total, wrong
 
 def gradient_norm(parameters: list[Tensor]) -> Tensor: # scalar
+    "Norm of all gradients there are; not finite where one of them is not."
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 # %% ../nbs/42_training.ipynb #2345a427
