@@ -102,6 +102,7 @@ class TrainingParameters:
     gradient_checkpointing: bool | None = None # recompute activations in the backward pass; None: as the scale says
     checkpoint_interval_s: float = 20. # seconds between two checkpoints inside a task
     dataloader_num_workers: int = 0 # processes that prepare batches; figures are the same with any number
+    num_processes: int = 1 # processes (GPUs) that share an optimiser step, each with micro-batches of its own; torchrun starts them
     eval_steps: int = 0 # optimiser steps between two evaluations on a task's `development` rows, for early stopping; 0: none
     early_stopping_patience: int = 3 # such evaluations in a row without a better score after which a task ends
 
@@ -255,7 +256,7 @@ SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sq
 
 def _check_ranges(cfg, training, evaluation):
     positive = {f"training.{k}": getattr(training, k) for k in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
-                "max_grad_norm", "max_length", "max_train_rows", "learning_rate", "early_stopping_patience")}
+                "max_grad_norm", "max_length", "max_train_rows", "learning_rate", "early_stopping_patience", "num_processes")}
     positive |= {f"evaluation.{k}": getattr(evaluation, k) for k in ("per_device_eval_batch_size", "max_eval_rows", "final_eval_rows", "max_new_tokens", "latency_new_tokens", "max_development_rows")}
     for name, value in positive.items():
         if value is not None and not 0 < value < float("inf"): raise ValueError(f"parameter {name} = {value!r} must be a positive number.")
@@ -321,7 +322,7 @@ _IN_NAME = ("adapter", "preset", "stream", "scale", "mode", "seed", "order_seed"
 SILENT = { # parameters that came later than the first records, and the values with which they say nothing
     "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False, replay_share=.01, instructions="own", study="continual25", e_max=None, tabs_record="", energy={}),
     "evaluation": dict(after_tasks=None, final_eval_rows=None, reuse_answers=True, max_development_rows=1000, num_beams=1),
-    "training": dict(adam_beta1=.9, adam_beta2=.999, eval_steps=0, early_stopping_patience=3),
+    "training": dict(adam_beta1=.9, adam_beta2=.999, eval_steps=0, early_stopping_patience=3, num_processes=1),
     "energy": dict(latency_batch_sizes=[1]),
 }
 
@@ -362,7 +363,7 @@ def _resolve_training(cfg, given):
     training |= {k: v for k, v in SCALES[cfg.scale]["training"].items() if training[k] is None}
     if cfg.mode == "trial":
         training |= dict(num_train_epochs=1, max_steps=2, eval_steps=0, early_stopping_patience=TrainingParameters.early_stopping_patience)
-        training["max_train_rows"] = min(training["max_train_rows"], 2 * training["per_device_train_batch_size"] * training["gradient_accumulation_steps"])
+        training["max_train_rows"] = min(training["max_train_rows"], 2 * training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * training["num_processes"])
     return training
 
 def _resolve_evaluation(cfg, given):
@@ -550,6 +551,7 @@ def _resolve_search(cfg):
     if not cfg.n_trials:
         if cfg.search and cfg.mode != "trial": raise ValueError("parameter search is given, but n_trials is 0: no setting would be searched; give n_trials, or leave search out.")
         return {}
+    if (n := cfg.training["num_processes"]) > 1: raise ValueError(f"parameter n_trials = {cfg.n_trials}, but training.num_processes = {n}: trials are spread over workers, not over the processes of a run. Search first with one process each, then give the run what was found")
     if cfg.protocol == "zero_shot": raise ValueError(f"parameter n_trials = {cfg.n_trials}, but under protocol 'zero_shot' nothing is trained; leave it out.")
     search = asdict(_checked(SearchParameters, cfg.search, "search."))
     search["stream"] = search["stream"] or _dev_stream(cfg)

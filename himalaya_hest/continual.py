@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'SCORES', 'held_as', 'load_backbone', 'backbone_digest', 'not_loaded', 'stream_of',
            'row_length', 'TaskData', 'load_tasks', 'tell_cuts', 'Position', 'sandbox_found', 'ProcessState',
-           'ContinualRun', 'early_stopping', 'note_scores', 'kernels_of', 'save_run', 'restore_run', 'claim_folder',
-           'lessons_of', 'lesson_steps', 'faults_of', 'run_task', 'evaluate_seen', 'evaluate_all', 'sizes_of',
-           'tell_tasks', 'tell_skipped', 'train_stream', 'evaluate_backbone', 'final_tasks', 'evaluate_final',
-           'final_part', 'evaluate_energy', 'energy_summary', 'write_predictions', 'score_matrix', 'versions',
-           'code_version', 'device_info', 'world_of', 'development_digest', 'task_info', 'peak_memory_mb',
-           'make_record', 'run_continual']
+           'ContinualRun', 'early_stopping', 'note_scores', 'kernels_of', 'save_run', 'write_progress',
+           'newest_checkpoint', 'restore_run', 'claim_folder', 'lessons_of', 'lesson_steps', 'faults_of', 'run_task',
+           'evaluate_seen', 'evaluate_all', 'sizes_of', 'tell_tasks', 'tell_skipped', 'train_stream',
+           'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part', 'evaluate_energy', 'energy_summary',
+           'write_predictions', 'score_matrix', 'versions', 'code_version', 'device_info', 'world_of',
+           'development_digest', 'task_info', 'peak_memory_mb', 'make_record', 'run_continual']
 
 # %% ../nbs/46_continual.ipynb #8af530f7
 import contextlib
@@ -22,6 +22,7 @@ import platform
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import time
 import warnings
@@ -33,6 +34,7 @@ from typing import Callable
 
 import numpy as np
 import torch
+from safetensors.torch import load as load_safetensors, save as save_safetensors
 
 # %% ../nbs/46_continual.ipynb #5982e770
 import himalaya_hest, himalaya_hest.long_world # which registers the twins of the studies of energy
@@ -55,7 +57,9 @@ from .meters import find_meter
 from .mixed_rows import KeptRows, MixedRows, kept_bytes
 from .out_of_memory import telling_memory
 from .peft_bridge import prepare_quantised
+from .parallel import check_same, start_processes, with_processes
 from .plan import make_plan, plan_numbers, plan_text
+from .processes import Leading, as_only_process, bytes_from_main, followed, is_main_process, largest, main_first, num_processes, on_main
 from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, searched_defaults, serving_bytes
 from .run_lock import locked
 from .search import GivenUp, search, with_setting
@@ -78,7 +82,7 @@ def held_as(
     from transformers import BitsAndBytesConfig
     compute = torch.bfloat16 if kind == "auto" else kind
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
-    return dict(dtype=compute, quantization_config=config, device_map={"": 0} if torch.cuda.is_available() else None)
+    return dict(dtype=compute, quantization_config=config, device_map={"": torch.cuda.current_device()} if torch.cuda.is_available() else None)
 
 def load_backbone(
     name: str, # "mini", a folder, or a hub repository
@@ -257,7 +261,7 @@ class ContinualRun:
     def __init__(self, config: RunConfig, quiet: bool = False, hooks: tuple = (), on_task: Callable | None = None, process: ProcessState | None = None):
         self.config, self.quiet, self.on_task, self.process = config, quiet, on_task or (lambda n, retained: None), process or ProcessState()
         self.folder = Path(config.results_dir)/config.run_id
-        self.position, self.started, self.tracker = Position(), time.monotonic(), NoTracker()
+        self.position, self.started, self.tracker, self.n_steps = Position(), time.monotonic(), NoTracker(), 0
         self.stream = stream_of(config)
         self.sandbox = sandbox_found(config)
         self.source = get_source(config.source, config.data_dir or None, self.stream.world, config.cache_dir)
@@ -265,7 +269,7 @@ class ContinualRun:
         self.tokenizer = as_asked(self.tokenizer, config.chat_template)
         if self.tokenizer.chat_template and not getattr(self.tokenizer, "chat", None): log.info("the tokenizer of %s has a chat template, which this run does not use; chat_template: true sends prompts through it", config.model)
         self.max_length = row_length(config, self.model)
-        self.data = load_tasks(config, self.stream, self.source, self.tokenizer, self.max_length, self.progress)
+        with main_first(): self.data = load_tasks(config, self.stream, self.source, self.tokenizer, self.max_length, self.progress)
         self.order = task_order([t.name for t in self.stream.tasks], config.order_seed)
         self.kept = [KeptRows(self.data[n].train, config.replay_share, mixed_seed(config.seed, "replay", n)) for n in self.order] if config.protocol == "replay" else []
         self.lessons = lessons_of(self)
@@ -318,16 +322,38 @@ def save_run(
     p = run.position
     p.in_task, p.kernels = state.meta() if state else None, kernels_of(run)
     p.n_checkpoints += 1
+    if not is_main_process(): return
+    write_progress(run)
     parts = dict(adapter=adapter_tensors(run.adapter), hooks=run.adapter.hooks.state_dict(), moments=state.tensors() if state else {}, random=random_states())
     tensors = {f"{kind}/{n}": t for kind, named in parts.items() for n, t in named.items()}
     meta = asdict(p) | dict(wall_s=run.wall_s())
     save_checkpoint(run.folder/"checkpoints", p.n_checkpoints, tensors, dict(position=meta, world=_held_to(run.world)))
 
+def write_progress(run: ContinualRun) -> None:
+    "Write `progress.json`: how far a run is, for whoever looks from outside."
+    p = run.position
+    retained = [h["val_retained_accuracy"] for h in p.history if h.get("val_retained_accuracy") is not None]
+    told = dict(tasks=len(p.scores), n_tasks=len(run.order), steps=p.global_step, n_steps=run.n_steps, retained=retained[-1] if retained else None, wall_s=round(run.wall_s(), 1), skipped_steps=p.skipped_steps)
+    write_atomic(run.folder/"progress.json", json.dumps(told) + "\n")
+
+def newest_checkpoint(run: ContinualRun) -> tuple | None: # tensors and meta
+    "The newest whole checkpoint, which the first process reads for all."
+    if num_processes() == 1: return latest_checkpoint(run.folder/"checkpoints")
+    found = None
+    def read():
+        nonlocal found
+        found = latest_checkpoint(run.folder/"checkpoints")
+        return json.dumps(None if found is None else found[1]).encode()
+    meta = json.loads(on_main(read))
+    if meta is None: return None
+    tensors = bytes_from_main(save_safetensors(found[0]) if found else b"")
+    return found or (load_safetensors(tensors), meta)
+
 def restore_run(
     run: ContinualRun,
 ) -> TaskState | None: # the training inside a task, if the checkpoint lies inside one
     "Take up the newest whole checkpoint, if there is one."
-    found = latest_checkpoint(run.folder/"checkpoints")
+    found = newest_checkpoint(run)
     if found is None: return None
     tensors, meta = found
     part = lambda kind: {n[len(kind) + 1:]: t for n, t in tensors.items() if n.startswith(kind + "/")}
@@ -415,6 +441,7 @@ def run_task(
         adapter.hooks.on_task_start(TaskContext(own.task.name, i, n_steps, own.make_loader(), own.told))
         state = TaskState(skipped_in_a_row=0 if run.initial else run.position.skipped_in_a_row)
     with run.process.interrupts.steps(): train_task(adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step)
+    if num_processes() > 1: set_random_states(load_safetensors(bytes_from_main(save_safetensors(random_states())))) # a step moves that of the first process alone
     adapter.hooks.on_task_end(own.make_loader())
     for d in run.data.values(): d.train.close()
 
@@ -498,9 +525,10 @@ def train_stream(run: ContinualRun) -> None:
     state = restore_run(run)
     tell_tasks(run.on_task, run.position.history, run.order)
     steps = [lesson_steps(run, i) for i in range(len(run.lessons))]
-    total = sum(steps)
-    bar = run.progress(range(total), initial=run.position.global_step, desc=run.config.adapter, unit="step")
+    run.n_steps = sum(steps)
+    bar = run.progress(range(run.n_steps), initial=run.position.global_step, desc=run.config.adapter, unit="step")
     saved = time.monotonic()
+    def same(when): return check_same(adapter_tensors(run.adapter) | run.adapter.hooks.state_dict(), f"{when} of {run.lessons[run.position.task].task.name}")
     def on_step(s):
         nonlocal saved
         run.position.global_step += 1; bar.update()
@@ -510,8 +538,10 @@ def train_stream(run: ContinualRun) -> None:
         elif s.step % 10 == 0 or s.step == steps[run.position.task]:
             run.position.history.append(dict(step=run.position.global_step, task=run.lessons[run.position.task].task.name, train_loss=s.loss) | run.adapter.hooks.told())
             run.tracker.log(run.position.history, run.position.scores)
-        stops = run.process.interrupts.arrived or s.skipped_in_a_row >= MAX_SKIPPED
-        if stops or time.monotonic() - saved > run.config.training["checkpoint_interval_s"]: save_run(run, s); saved = time.monotonic()
+        arrived, due = largest(run.process.interrupts.arrived or 0, time.monotonic() - saved > run.config.training["checkpoint_interval_s"]) # a signal may reach one process later than another
+        run.process.interrupts.arrived = arrived or None
+        if s.step == 1: same("after the first step")
+        if arrived or due or s.skipped_in_a_row >= MAX_SKIPPED: save_run(run, s); saved = time.monotonic()
         run.process.interrupts.stop()
     while run.position.task < len(run.lessons):
         if not run.position.trained:
@@ -519,6 +549,7 @@ def train_stream(run: ContinualRun) -> None:
             run_task(run, on_step, state); state = None
             run.process.doing = "evaluation"
             note_scores(run)
+            same("at the end")
             run.position.trained = True; save_run(run)
         bar.set_postfix_str(_finish_joint(run) if run.config.protocol == "joint" else _finish_task(run, _life(run)))
     bar.close()
@@ -693,7 +724,7 @@ def _logged(folder):
     states = random_states()
     try: yield
     except (KeyboardInterrupt, Terminated) as e:
-        log.info("stopped by %s; the same command goes on", "SIGTERM" if isinstance(e, Terminated) else "an interrupt"); raise
+        log.info("stopped by %s; the same command goes on", signal.Signals(e.code - 128).name if isinstance(e, Terminated) else "an interrupt"); raise
     except GivenUp as e:
         log.info("given up: %s", e); raise
     except BaseException:
@@ -718,27 +749,48 @@ def run_continual(
     on_task: Callable[[int, float], None] | None = None, # told of the number of tasks learned and their mean score; may raise
 ) -> dict: # the record, as in record.json; with dry_run the plan alone
     "Run one adapter over one stream, or take up or show what is there; writes `{results_dir}/{run_id}/`. With `dry_run` nothing runs and nothing is written."
-    given = config if isinstance(config, dict) else asdict(config)
+    start_processes()
+    given = with_processes(config if isinstance(config, dict) else asdict(config))
     if given.get("dry_run") not in (None, False, "false"):
         plan = make_plan(given | dict(hooks=_hook_names(given, hooks)))
-        print(plan_text(plan))
+        if is_main_process(): print(plan_text(plan))
         return dict(plan=plan_numbers(plan))
     asked = resolve(given | dict(hooks=_hook_names(given, hooks)))
-    _check_mirror(asked, given)
-    config, found = _searched(asked, quiet)
-    finished = Path(config.results_dir)/config.run_id/"record.json"
-    if finished.exists() and not config.overwrite:
-        claim_folder(config)
-        record = json.loads(finished.read_text(encoding="utf-8"))
-        _same_input(record, config)
-        tell_tasks(on_task, record["history"], record["tasks"])
-        print(f"{finished} is there already and is shown; overwrite=True runs it again.")
-        if is_mirrored(record, config): return record
-        with _logged(finished.parent): return mirror(record, config, finished.parent)
-    with Interrupts() as interrupts, locked(finished.parent.with_name(f".{config.run_id}.lock"), wait=found is not None) as lock:
-        if lock.waited and finished.exists(): return json.loads(finished.read_text(encoding="utf-8")) # by another worker of the same search
-        folder = claim_folder(config)
-        with _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL), deterministic_kernels() as kernels: return _run(config, folder, found, quiet, hooks, on_task, ProcessState(interrupts, lock.check, kernels))
+    if not is_main_process(): return _follow(asked, hooks)
+    with Leading() as others:
+        _check_mirror(asked, given)
+        config, found = _searched(asked, quiet)
+        finished = Path(config.results_dir)/config.run_id/"record.json"
+        if finished.exists() and not config.overwrite:
+            record = _shown(finished, config, on_task)
+            others.say(json.dumps(dict(record=record)).encode())
+            return record
+        with Interrupts() as interrupts, locked(finished.parent.with_name(f".{config.run_id}.lock"), wait=found is not None) as lock:
+            if lock.waited and finished.exists(): return json.loads(finished.read_text(encoding="utf-8")) # by another worker of the same search
+            folder = claim_folder(config)
+            others.say(b"{}")
+            with _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL), deterministic_kernels() as kernels: return _run(config, folder, found, quiet, hooks, on_task, ProcessState(interrupts, lock.check, kernels))
+
+def _shown(finished, config, on_task):
+    "The record of a run that is finished already; sent to a tracker that lacks it."
+    claim_folder(config)
+    record = json.loads(finished.read_text(encoding="utf-8"))
+    _same_input(record, config)
+    tell_tasks(on_task, record["history"], record["tasks"])
+    print(f"{finished} is there already and is shown; overwrite=True runs it again.")
+    if is_mirrored(record, config): return record
+    with _logged(finished.parent): return mirror(record, config, finished.parent)
+
+def _follow(config, hooks):
+    "A process that is not the first: it shares the work, writes nothing and says nothing."
+    if "record" in (word := json.loads(followed())): return word["record"]
+    handler = logging.NullHandler()
+    log.addHandler(handler)
+    try:
+        with Interrupts() as interrupts, warnings.catch_warnings(), deterministic_kernels() as kernels:
+            warnings.simplefilter("ignore")
+            return _recorded(config, None, None, True, hooks, None, NoTracker(), ProcessState(interrupts, kernels=kernels))
+    finally: log.removeHandler(handler)
 
 _KEPT = "The last checkpoint is whole, if there was one: the same command goes on from it."
 
@@ -782,20 +834,29 @@ def _write_record(folder, record):
     return record
 
 def _recorded(config, folder, found, quiet, hooks, on_task, tracker, process):
-    from accelerate import Accelerator
     log.info("run %s: adapter %s, preset %s, protocol %s", config.run_id, config.adapter, config.preset, config.protocol)
     run = ContinualRun(config, quiet, hooks, on_task, process)
     run.tracker, process.doing = tracker, "evaluation"
-    run.accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    run.accelerator = start_processes()
     run.adapter.model.to(run.accelerator.device)
+    check_same({"world": torch.tensor(list(run.world["digest"].encode()))}, "at the beginning")
     if config.protocol == "zero_shot": evaluate_backbone(run)
     else: train_stream(run)
     evaluate_final(run)
+    if not is_main_process(): return json.loads(followed())
+    with Leading() as others:
+        with as_only_process(): record = _concluded(run, folder, found, tracker)
+        if num_processes() > 1: others.say(json.dumps(record).encode())
+    return record
+
+def _concluded(run, folder, found, tracker):
+    "What one process does at the end: measure, and write what a run leaves behind."
     evaluate_energy(run)
-    record = make_record(run) | ({"search": found} if found else {}) | dict(tracker=tracker.told())
+    config, record = run.config, make_record(run) | ({"search": found} if found else {}) | dict(tracker=tracker.told())
     if config.protocol not in ("single", "zero_shot"): save_adapter(run.adapter.model, folder/"adapter")
     write_predictions(run)
     _write_record(folder, record)
     shutil.rmtree(folder/"checkpoints", ignore_errors=True)
+    (folder/"progress.json").unlink(missing_ok=True)
     log.info("finished in %.1f s: %s", record["summary"]["wall_s"], {k: record["summary"][k] for k in ("retained_accuracy_auc", "average_accuracy", "average_forgetting")})
     return record

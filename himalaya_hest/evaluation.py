@@ -8,6 +8,7 @@ __all__ = ['log', 'EvaluationTask', 'evaluation_task', 'evaluation_batches', 'ge
 
 # %% ../nbs/44_evaluation.ipynb #14f7dbf2
 import copy
+import json
 import logging
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from .batching import Collator, pad_id, prompt_row, stop_ids
 from .code_execution import run_programs
+from .processes import gathered, num_processes, on_main, process_index
 from .registry import Adapter
 from .row_values import row_values
 from .text_metrics import confusion_counts, program_of, score
@@ -108,6 +110,12 @@ def answer_keys(
         out += keys
     return out
 
+def _generated(adapter, batches, tokenizer, num_beams):
+    "(task, row, text) of all batches; processes share them out, and each gets all texts."
+    own = [[i, j, text] for batch in batches[process_index()::num_processes()] for (i, j), text in zip(batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks, num_beams))]
+    if num_processes() == 1: return own
+    return [row for part in gathered(json.dumps(own).encode()) for row in json.loads(part)]
+
 def _unchanged(keys, known, n):
     "Per row the kept answer where its digest is the same, else None."
     if keys is None: return [None] * n
@@ -126,8 +134,7 @@ def generate_answers(
     keys = [answer_keys(adapter, t, tokenizer) if kept is not None else None for t in tasks]
     answers = [_unchanged(k, (kept or {}).get(t.name, []), len(t.prompts)) for t, k in zip(tasks, keys)]
     wanted = {(i, j) for i, row in enumerate(answers) for j, a in enumerate(row) if a is None}
-    for batch in evaluation_batches(tasks, batch_size, tokenizer, wanted):
-        for (i, j), text in zip(batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks, num_beams)): answers[i][j] = text.strip()
+    for i, j, text in _generated(adapter, evaluation_batches(tasks, batch_size, tokenizer, wanted), tokenizer, num_beams): answers[i][j] = text.strip()
     if kept is not None: kept |= {t.name: [list(pair) for pair in zip(k, a)] for t, k, a in zip(tasks, keys, answers) if k is not None}
     log.info("%d of %d answers generated", len(wanted), sum(map(len, answers)))
     return answers
@@ -137,7 +144,11 @@ def program_outcomes(
     tasks: list[EvaluationTask],
     answers: list[list[str]], # per task, per row
 ) -> dict[str, list[str]]: # task → how the program of each row ended; only tasks scored by pass_at_1
-    "Run the programs in the answers against their tests, all in one sandbox."
+    "Run the programs in the answers against their tests, all in one sandbox, in one process."
+    if num_processes() > 1: return json.loads(on_main(lambda: json.dumps(_run_here(tasks, answers)).encode()))
+    return _run_here(tasks, answers)
+
+def _run_here(tasks, answers):
     run = [(t, row) for t, row in zip(tasks, answers) if t.metric == "pass_at_1"]
     if not run: return {}
     ended = iter(run_programs([(program_of(a), tests) for t, row in run for a, tests in zip(row, t.tests, strict=True)]).outcomes)

@@ -307,21 +307,22 @@ class BudgetHooks(StreamHooks):
         name: str, # of the adapter
         budget: Budget,
     ):
-        self.tuner, self.name, self.budget, self.energy, self.last = tuner, name, budget, 0., {}
+        self.tuner, self.name, self.budget, self.energy, self.last = tuner, name, budget, torch.zeros_like(budget.price), {}
     def on_task_start(self, task): self.budget.begin(task.n_steps)
     def micro_batch_loss(self, model, batch, share):
         labels = batch.get("labels") # the head runs before targets alone
         energy = self.tuner.energy(self.name, None if labels is None else nn.functional.pad(labels[:, 1:] != -100, (0, 1)).to(self.budget.price.device))
-        self.energy = self.energy + share * energy.detach()
+        self.energy += share * energy.detach()
         return share * self.budget.term(energy)
+    def step_sums(self): return {"energy": self.energy}
     def after_backward(self): self.tuner.forget_pass()
     def after_optimizer_step(self, old):
         self.last = dict(energy=float(self.energy), energy_price=float(self.budget.price)) | (dict(energy_target=self.budget.target()) if self.budget.dual_rate else {}) # a fixed price has no target
         self.budget.step_(self.energy)
-        self.energy = 0.
+        self.energy.zero_()
     def on_step_skipped(self):
         self.tuner.forget_pass()
-        self.energy = 0.
+        self.energy.zero_()
         self.budget.step += 1
     def may_choose(self): return bool(self.budget.step >= self.budget.anneal_share * self.budget.n_steps)
     def told(self): return self.last

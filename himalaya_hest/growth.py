@@ -372,6 +372,7 @@ class HimalayaHooks(StreamHooks):
         self.position, self.n_steps, self.held, self.read, self.life = 0, 0, [], None, []
     def on_task_start(self, task): start_task(self, task)
     def tracked_parameters(self): return {f"himalaya.{n}": p for n, p in self.core.named_parameters()}
+    def step_sums(self): return dict(opened=self.core.opened, usage=self.core.usage)
     def after_optimizer_step(self, old): finish_step(self, {n.removeprefix("himalaya."): t for n, t in old.items()})
     def on_step_skipped(self): finish_step(self, {n: p.detach().clone() for n, p in self.core.named_parameters()})
     def faults(self): return {"failed_decompositions": self.core.failed}

@@ -27,9 +27,12 @@ class StreamHooks:
     def on_task_start(self, task: TaskContext) -> None:
         "Before the first step of a task and before its optimiser is made: parameters may change or unfreeze here."
     def extra_loss(self, model: nn.Module, batch: dict) -> Tensor | None:
-        "A scalar to add to the loss of an optimiser step, or None."
+        "A scalar to add to the loss of an optimiser step, or None; `batch` is the step's first micro-batch."
     def micro_batch_loss(self, model: nn.Module, batch: dict, share: float) -> Tensor | None:
         "After the forward pass of each micro-batch, whose part of the step's attended tokens is `share`: a scalar to add to its loss, or None."
+    def step_sums(self) -> dict[str, Tensor]:
+        "Counters and sums that forward and backward passes add to in place: what a step adds to them in several processes is added up before `after_backward`."
+        return {}
     def after_backward(self) -> None:
         "Gradients are complete and not yet clipped."
     def tracked_parameters(self) -> dict[str, nn.Parameter]:
@@ -74,6 +77,7 @@ class HookList(StreamHooks):
     def on_task_start(self, task): [h.on_task_start(task) for h in self.hooks]
     def extra_loss(self, model, batch): return _total(h.extra_loss(model, batch) for h in self.hooks)
     def micro_batch_loss(self, model, batch, share): return _total(h.micro_batch_loss(model, batch, share) for h in self.hooks)
+    def step_sums(self): return {f"{i}.{n}": t for i, h in enumerate(self.hooks) for n, t in h.step_sums().items()}
     def after_backward(self): [h.after_backward() for h in self.hooks]
     def tracked_parameters(self): return {n: p for h in self.hooks for n, p in h.tracked_parameters().items()}
     def after_optimizer_step(self, old): [h.after_optimizer_step(old) for h in self.hooks]

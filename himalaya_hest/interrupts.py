@@ -16,21 +16,23 @@ log = logging.getLogger("himalaya_hest")
 
 # %% ../nbs/43b_interrupts.ipynb #3bf77d21
 class Terminated(SystemExit):
-    "What SIGTERM becomes inside of `Interrupts`; on its way out the process ends by that signal."
+    "What SIGTERM, or SIGUSR2 where somebody listens to it, becomes inside of `Interrupts`; on its way out the signal is sent again to whom it was meant for. Its code is 128 and the signal's number."
 
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_REQUEUE = getattr(signal, "SIGUSR2", None) # which Windows lacks
 
 class Interrupts:
-    "A context in which SIGINT and SIGTERM wait for the end of a step; `arrived` is the one that waits, or None."
-    def __init__(self): self.arrived, self._waits, self._replaced = None, False, []
+    "A context in which SIGINT, SIGTERM and a SIGUSR2 that has a handler wait for the end of a step; `arrived` is the one that waits, or None."
+    def __init__(self): self.arrived, self._waits, self._replaced = None, False, {}
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
-            self._replaced = [n for n, usual in _USUAL.items() if signal.getsignal(n) == usual]
+            self._replaced = {n: usual for n, usual in _USUAL.items() if signal.getsignal(n) == usual}
+            if _REQUEUE is not None and callable(listens := signal.getsignal(_REQUEUE)): self._replaced[_REQUEUE] = listens
             for n in self._replaced: signal.signal(n, self._handle)
         return self
     def __exit__(self, kind, error, traceback):
-        for n in self._replaced: signal.signal(n, _USUAL[n])
-        if isinstance(error, Terminated): os.kill(os.getpid(), signal.SIGTERM)
+        for n, usual in self._replaced.items(): signal.signal(n, usual)
+        if isinstance(error, Terminated): os.kill(os.getpid(), error.code - 128)
     def _handle(self, number, frame):
         if not self._waits or self.arrived is not None: self._raise(number)
         self.arrived = number

@@ -18,6 +18,7 @@ from .consolidation import slot_to_free
 from .growth import (HimalayaCore, HimalayaHooks, LIFE, begin, confine_step, finish, finish_step, gates_of, give_up, gradient_tap, note_failure, open_shares,
                                   protect, rebuild_tree, refit_tree, reopen, router_columns, set_key, tree_bias)
 from .linalg import or_before, philox_signs
+from .processes import from_main
 from .symmetric import residual
 from .triggers import ContextTrigger, CosineTrigger, EnergyTrigger, LossTrigger, ResidualBuffer
 
@@ -95,6 +96,7 @@ def residuals(hooks: StreamingHooks) -> Tensor: # (n, d)
         if seen.grad is not None: x = residual(seen.detach(), seen.grad)
         if x.dim() == 3: x = x.sum(1) # per token
     elif seen: x = -sum(philox_signs(0, 9, (n, len(m))).to(m) @ m for (r, _), m in seen.items() if r == hooks.space)
+    x = from_main(x) # whose first micro-batch was watched
     return x[x.abs().amax(1) > 0]
 
 # %% ../nbs/13b_streaming.ipynb #24554d0d
