@@ -329,6 +329,7 @@ def save_run(
     meta = asdict(p) | dict(wall_s=run.wall_s())
     save_checkpoint(run.folder/"checkpoints", p.n_checkpoints, tensors, dict(position=meta, world=_held_to(run.world)))
 
+# %% ../nbs/46_continual.ipynb #b0538393
 def write_progress(run: ContinualRun) -> None:
     "Write `progress.json`: how far a run is, for whoever looks from outside."
     p = run.position
@@ -349,6 +350,7 @@ def newest_checkpoint(run: ContinualRun) -> tuple | None: # tensors and meta
     tensors = bytes_from_main(save_safetensors(found[0]) if found else b"")
     return found or (load_safetensors(tensors), meta)
 
+# %% ../nbs/46_continual.ipynb #418ed8fd
 def restore_run(
     run: ContinualRun,
 ) -> TaskState | None: # the training inside a task, if the checkpoint lies inside one
@@ -771,6 +773,7 @@ def run_continual(
             others.say(b"{}")
             with _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL), deterministic_kernels() as kernels: return _run(config, folder, found, quiet, hooks, on_task, ProcessState(interrupts, lock.check, kernels))
 
+# %% ../nbs/46_continual.ipynb #7a57b449
 def _shown(finished, config, on_task):
     "The record of a run that is finished already; sent to a tracker that lacks it."
     claim_folder(config)
@@ -849,6 +852,7 @@ def _recorded(config, folder, found, quiet, hooks, on_task, tracker, process):
         if num_processes() > 1: others.say(json.dumps(record).encode())
     return record
 
+# %% ../nbs/46_continual.ipynb #3fba39ee
 def _concluded(run, folder, found, tracker):
     "What one process does at the end: measure, and write what a run leaves behind."
     evaluate_energy(run)

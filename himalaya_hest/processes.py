@@ -57,6 +57,7 @@ def largest(
     dist.all_reduce(out, dist.ReduceOp.MAX)
     return tuple(out.tolist())
 
+# %% ../nbs/00c_processes.ipynb #445154c8
 def gathered(
     data: bytes,
 ) -> list[bytes]: # by process

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['log', 'LR', 'DECAY', 'BETA2', 'LAMBDA', 'TAU', 'ALPHA', 'FACTORS', 'FOUNDING_LAMBDA', 'SPACES', 'FOUNDING', 'GATED',
-           'OVERSPENT', 'search_space', 'check_space', 'space_of', 'GivenUp', 'with_setting', 'study_name',
+           'LOOK_S', 'OVERSPENT', 'search_space', 'check_space', 'space_of', 'GivenUp', 'with_setting', 'study_name',
            'cut_torn_line', 'open_study', 'sampler_of', 'suggest', 'take_back', 'counted', 'draw_of', 'next_trial',
-           'search', 'finalists', 'study_record', 'best_setting', 'dead_parameters', 'read_searches', 'at_edge',
-           'searches_table']
+           'others_run', 'search', 'finalists', 'study_record', 'best_setting', 'dead_parameters', 'read_searches',
+           'at_edge', 'searches_table']
 
 # %% ../nbs/45d_search.ipynb #e751b1d0
 import hashlib
@@ -19,12 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Callable, Iterable
 
-from filelock import FileLock, Timeout
-
 from .config import _STORAGE, RunConfig, energy_training, parameters_digest, resolve
 from .pairs import read_grid
 from .records import Table
 from .registry import parse_adapter, start_training
+from .run_lock import Leases, locked
 from .tasks import nearest
 
 log = logging.getLogger("himalaya_hest")
@@ -196,23 +195,21 @@ def suggest(trial, space: dict) -> dict: # parameter → value
 # %% ../nbs/45d_search.ipynb #f28f4ccc
 def take_back(
     study, # optuna.Study
-    folder: Path, # of the locks
+    leases: Leases, # of this worker
     names: Iterable[str], # of the parameters
 ) -> None:
     "Give up trials whose process is gone, and queue their settings again; one that was not drawn to its end is drawn anew. For one process at a time."
     import optuna
     from optuna.trial import TrialState
     for t in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        lock = FileLock(folder/f"{t.number}.lock")
-        try: lock.acquire(blocking=False)
-        except Timeout: continue
+        if not leases.take(str(t.number)): continue
         try:
             setting = t.params if t.params.keys() == set(names) else t.system_attrs.get("fixed_params")
             attrs = {k: t.user_attrs.get(k, t.number) for k in ("goes_on", "draw")}
             queued = [w.user_attrs.get("goes_on") for w in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))]
             if setting and attrs["goes_on"] not in queued: study.enqueue_trial(setting, user_attrs=attrs) # in the queue already where we were killed right here
             study.tell(t.number, state=TrialState.FAIL)
-        finally: lock.release()
+        finally: leases.release(str(t.number))
 
 def counted(
     trials: list, # optuna.FrozenTrial
@@ -228,21 +225,26 @@ def draw_of(trial) -> int:
 
 def next_trial(
     study, # optuna.Study
-    place: Path, # of the locks
+    leases: Leases, # of this worker
     config: RunConfig, # resolved
     space: dict, # checked
-): # (trial, its setting, its lock, held), or None where there are enough
+): # (trial, its setting), with its lock held, or None where there are enough
     "Take the next setting; one that a killed process left comes first. A trial's number among all drawn decides about its draw, so that a search that was killed draws what it would have drawn."
-    with FileLock(place/"next.lock"):
-        take_back(study, place, space)
+    with locked(leases.folder/"next.lock", wait=True, tell=log.debug):
+        take_back(study, leases, space)
         drawn = {draw_of(t) for t in counted(study.get_trials(deepcopy=False))}
         if len(drawn) >= config.n_trials: return None
         number = next(k for k in range(len(drawn) + 1) if k not in drawn)
         study.sampler = sampler_of(config.search["seed"], config.n_trials, max(1, number)) # the first is given
         trial = study.ask()
-        lock = FileLock(place/f"{trial.number}.lock"); lock.acquire()
+        leases.take(str(trial.number))
         if "draw" not in trial.user_attrs: trial.set_user_attr("draw", number)
-        return trial, suggest(trial, space), lock
+        return trial, suggest(trial, space)
+
+def others_run(study) -> int:
+    "Trials that are on their way."
+    import optuna
+    return len(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)))
 
 # %% ../nbs/45d_search.ipynb #b83d91e9
 def search(
@@ -258,15 +260,22 @@ def search(
     folder, name = Path(folder or Path(config.results_dir)/"search"), study_name(config, space)
     study, place = open_study(folder, name), folder/name
     place.mkdir(exist_ok=True)
-    with FileLock(place/"start.lock"):
+    with locked(place/"start.lock", wait=True, tell=log.debug):
         if not study.get_trials(deepcopy=False): study.enqueue_trial({n: r["start"] for n, r in space.items()})
-    while config.search["timeout_s"] is None or time.monotonic() - begun < config.search["timeout_s"]:
-        study.pruner = optuna.pruners.MedianPruner(n_startup_trials=max(3, config.n_trials // 3), n_warmup_steps=2) if config.search["prune"] else optuna.pruners.NopPruner()
-        if (taken := next_trial(study, place, config, space)) is None: break
-        trial, setting, lock = taken
-        try: _run_trial(study, trial, setting, config, run, place, quiet)
-        finally: lock.release()
-    return study_record(study, config, space, _finals(study, config, run, place, quiet))
+    in_time = lambda: config.search["timeout_s"] is None or time.monotonic() - begun < config.search["timeout_s"]
+    with Leases(place) as leases:
+        while in_time():
+            study.pruner = optuna.pruners.MedianPruner(n_startup_trials=max(3, config.n_trials // 3), n_warmup_steps=2) if config.search["prune"] else optuna.pruners.NopPruner()
+            if (taken := next_trial(study, leases, config, space)) is None:
+                if not others_run(study): break
+                time.sleep(LOOK_S); continue # a worker may die, and its trial is then taken over here
+            trial, setting = taken
+            try: _run_trial(study, trial, setting, config, run, place, quiet)
+            finally: leases.release(str(trial.number))
+        finals = _finals(study, config, run, leases, quiet)
+    return study_record(study, config, space, finals)
+
+LOOK_S = .5 # between two looks at the trials of others
 
 # %% ../nbs/45d_search.ipynb #8cee6fad
 def _run_trial(study, trial, setting, config, run, place, quiet):
@@ -313,17 +322,20 @@ def finalists(
     ended = sorted(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)), key=lambda t: -t.value)
     return ended[:n] + [t for t in ended[n:] if draw_of(t) == 0]
 
-def _finals(study, config, run, place, quiet):
-    "AUC of each finalist over the further pairs; a run of another worker is left to that worker, and waited for at the end."
+def _finals(study, config, run, leases, quiet):
+    "AUC of each finalist over the further pairs; a run of another worker is left to that worker, and looked at again until it has ended or its worker is gone."
     best, further, out = finalists(study, config.search["finalists"]), range(1, config.search["pairs"]), {}
     if len(best) < 2 or not further: return {}
     todo = [(t, i) for t in best for i in further]
-    for wait in (False, True):
-        for t, i in [x for x in todo if (x[0].number, x[1]) not in out]:
-            try:
-                with FileLock(place/f"{t.number}-pair-{i}.lock", blocking=wait): out[t.number, i] = _run_final(t, i, config, run, place)
-            except Timeout: continue
+    while left := [x for x in todo if (x[0].number, x[1]) not in out]:
+        free = False
+        for t, i in left:
+            if not leases.take(name := f"{t.number}-pair-{i}"): continue
+            free = True
+            try: out[t.number, i] = _run_final(t, i, config, run, leases.folder)
+            finally: leases.release(name)
             if not quiet: print(f"finalist {t.number + 1}, pair {i + 1} of {config.search['pairs']}: {out[t.number, i]:.3f}", flush=True)
+        if not free: time.sleep(LOOK_S)
     return out
 
 def _run_final(trial, i, config, run, place):

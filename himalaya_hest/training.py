@@ -166,6 +166,7 @@ def drawing_for(
         torch.manual_seed(int.from_bytes(hashlib.sha256(key + i.to_bytes(4, "big")).digest()[:8], "big") >> 1)
         yield
 
+# %% ../nbs/42_training.ipynb #8c7b300a
 def add_up(
     parameters: list[Tensor], # trained; their gradients become those of the whole step
     sums: dict[str, Tensor], # of `StreamHooks.step_sums`, changed in place
@@ -202,6 +203,7 @@ def train_step(
     hooks.on_step_skipped() if wrong else hooks.after_optimizer_step(old)
     return total, wrong
 
+# %% ../nbs/42_training.ipynb #31aa7acb
 def pass_through(
     adapter: Adapter,
     group: list[dict], # micro-batches of this step, those of all processes
@@ -226,6 +228,7 @@ def pass_through(
     if not own: hooks.extra_loss(adapter.model, group[0]) # told in every process; it counts in the first
     return total
 
+# %% ../nbs/42_training.ipynb #7dbd3e1c
 def gradient_norm(parameters: list[Tensor]) -> Tensor: # scalar
     "Norm of all gradients there are; not finite where one of them is not."
     return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
