@@ -52,7 +52,7 @@ class Stack:
         for layer in self.layers: h = layer(h, attention_mask=None, position_embeddings=positions, past_key_values=cache)
         return h
     def filled(self, b): # a cache of KEYS keys
-        cache = DynamicCache(config=self.model.config)
+        cache = DynamicCache()
         h = self.hidden(b, KEYS)
         self.plain(h, None, self.positions(h, 0), cache)
         return cache
@@ -70,7 +70,7 @@ def works(stack, phase, b, n, steps, rng):
             run, parts = stack.plain if mix == "plain" else stack.run, list(states)
             def work():
                 for i, s in enumerate(parts):
-                    here = DynamicCache(config=stack.model.config) if cache is None else cache
+                    here = DynamicCache() if cache is None else cache
                     run(h[i % len(h)], s, at, here)
                     if cache is not None: cache.crop(-1)
             return work, [float((states == k).float().mean()) for k in range(3)], [1., *(float((states == k).flatten(2).any(2).float().mean()) for k in (1, 2))]
