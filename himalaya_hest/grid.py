@@ -10,6 +10,7 @@ __all__ = ['HOPELESS', 'GridJob', 'GridOptions', 'executor_of', 'Jobs', 'attach'
 import argparse
 import contextlib
 import fnmatch
+import importlib
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from .checkpoint import write_atomic
 from .continual import run_continual
-from .grid_runs import RunState, _read, combinations, load_grid, named_runs, reports_folder, run_state, states_table, write_compact
+from .grid_runs import RunState, combinations, load_grid, named_runs, read_json, reports_folder, run_state, states_table, write_compact
 from .plan import make_plan, plan_numbers, read_arguments
 from .run_lock import RunTaken
 
@@ -72,6 +73,7 @@ class GridOptions:
     @property
     def where(self) -> str: return "slurm" if self.cluster == "slurm" or (self.cluster == "auto" and shutil.which("srun")) else "local"
 
+# %% ../nbs/47h_grid.ipynb #0feef2c9
 def executor_of(
     folder: Path, # of submitit's files
     options: GridOptions,
@@ -115,6 +117,7 @@ def _gpus(slot, options):
     n = torch.cuda.device_count()
     return tuple((slot * options.processes + i) % n for i in range(options.processes)) if n else ()
 
+# %% ../nbs/47h_grid.ipynb #89406e27
 class Jobs:
     "The jobs of a grid: handed over, watched, stopped."
     def __init__(self,
@@ -124,13 +127,12 @@ class Jobs:
         name: str = "grid",
     ):
         self.runs, self.options, self.reports = runs, options, reports_folder(results_dir)
+        for r, p in runs.items():
+            if (n := (p.get("training") or {}).get("num_processes", 1)) != options.processes: raise ValueError(f"run {r} has training.num_processes = {n}, but jobs are to have {options.processes} processes: give --processes {n}")
         self.executor = executor_of(self.reports/"jobs", options, name)
         self.active, self.slots, self.tries = {}, {}, dict.fromkeys(runs, 0) # (run_id, copy) → job, place; run_id → how often
         self.over = {} # run_id → Slurm's word for how its last job ended, until it is asked for
     def report(self, run_id: str, copy: int = 0) -> Path: return self.reports/(f"{run_id}.json" if not copy else f"{run_id}+{copy}.json")
-    def parameters(self, run_id: str) -> dict:
-        p = self.runs[run_id]
-        return p if self.options.processes == 1 else p | dict(training=dict(p.get("training") or {}) | dict(num_processes=self.options.processes))
     def copies(self, run_id: str) -> int: return self.options.search_workers if self.runs[run_id].get("n_trials") else 1
     def submit(self, run_ids: list[str]) -> None:
         "Hand runs over, to Slurm as one array."
@@ -139,7 +141,7 @@ class Jobs:
         for key in asked: write_atomic(self.report(*key), json.dumps(dict(state="queued")) + "\n")
         with _for_children(self.options):
             if self.options.where == "slurm":
-                with self.executor.batch(): jobs = [self.executor.submit(GridJob(), self.parameters(r), str(self.report(r, c))) for r, c in asked]
+                with self.executor.batch(): jobs = [self.executor.submit(GridJob(), self.runs[r], str(self.report(r, c))) for r, c in asked]
             else: jobs = [self._local(r, c) for r, c in asked]
         for key, job in zip(asked, jobs):
             self.active[key] = job
@@ -149,7 +151,7 @@ class Jobs:
         self.slots[run_id, copy] = slot
         gpus = _gpus(slot, self.options)
         self.executor.update_parameters(visible_gpus=gpus, gpus_per_node=len(gpus))
-        return self.executor.submit(GridJob(), self.parameters(run_id), str(self.report(run_id, copy)))
+        return self.executor.submit(GridJob(), self.runs[run_id], str(self.report(run_id, copy)))
 
 # %% ../nbs/47h_grid.ipynb #035e2734
 def attach(self: Jobs) -> None:
@@ -158,7 +160,7 @@ def attach(self: Jobs) -> None:
     from submitit import SlurmJob
     for r in self.runs:
         for c in range(self.copies(r)):
-            known = _read(self.report(r, c).with_suffix(".job"))
+            known = read_json(self.report(r, c).with_suffix(".job"))
             if known.get("where") != "slurm": continue
             job = SlurmJob(self.reports/"jobs", known["job"], tasks=list(range(self.options.processes)))
             if not job.done(force_check=True) and not job.state.upper().startswith("UNKNOWN"): self.active[r, c] = job
@@ -236,6 +238,7 @@ def run_grid(
     finally: watch.bar.close()
     return [RunState(**vars(s) | dict(state="failed", told=failed[r])) if r in failed else s for r, s in states.items()]
 
+# %% ../nbs/47h_grid.ipynb #6bedbd2c
 def _why(state, word, often):
     "Why a run whose jobs are over is not tried again; empty: it is."
     if state.state in ("finished", "running"): return ""
@@ -265,6 +268,7 @@ def told_before(
         print("there already     " if there else f"{60 * hours[0]:5.1f} to {60 * hours[1]:5.1f} min", r, {k: v for k, v in p.items() if k not in ("results_dir", "run_id")})
     print(f"{len(runs)} runs, {60 * total[0] / workers:.0f} to {60 * total[1] / workers:.0f} minutes with {workers} workers" + (", searches not counted" if any(p.get("n_trials") for p in runs.values()) else ""))
 
+# %% ../nbs/47h_grid.ipynb #b4588c73
 def _parser():
     parser = argparse.ArgumentParser("python -m himalaya_hest.grid", description="Run every combination of a grid file, on this machine or on Slurm. The same command goes on where it was stopped and tries again what failed.")
     parser.add_argument("grid", type=Path, help="YAML: name, base, axes, pairs")
@@ -296,7 +300,7 @@ def main(
     args = _parser().parse_intermixed_args(arguments)
     try:
         grid = load_grid(args.grid)
-        changes = read_arguments(args.changes)
+        changes = read_arguments(args.changes + ([f"training.num_processes={args.processes}"] if args.processes > 1 else []))
         base = {**grid["base"], **{k: grid["base"].get(k, {}) | v if isinstance(v, dict) and isinstance(grid["base"].get(k, {}), dict) else v for k, v in changes.items()}}
         runs = {r: p for r, p in named_runs(combinations(grid | dict(base=base), args.pairs), args.results_dir).items() if any(fnmatch.fnmatch(r, o) for o in args.only)}
         if not runs: raise ValueError(f"--only {' '.join(args.only)}: none of the grid's runs has such a name")
@@ -328,5 +332,4 @@ def _summary(states, results_dir, out):
 # %% ../nbs/47h_grid.ipynb #1598ff18
 #| eval: false
 if __name__ == "__main__":
-    from himalaya_hest import grid # jobs name their function by its module
-    sys.exit(grid.main())
+    sys.exit(importlib.import_module("himalaya_hest.grid").main()) # jobs name their function by its module, which is not __main__

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KEYS', 'KEPT', 'OF_TASK', 'ORDER', 'load_grid', 'combinations', 'named_runs', 'compact', 'write_compact', 'RunState',
-           'reports_folder', 'run_state', 'states_table']
+           'reports_folder', 'read_json', 'run_state', 'states_table']
 
 # %% ../nbs/47g_grid_runs.ipynb #2287ca28
 import itertools
@@ -120,8 +120,8 @@ class RunState:
 
 def reports_folder(results_dir: str | Path) -> Path: return Path(results_dir)/".grid"
 
-def _read(path):
-    "JSON of a file that another process may be about to write or remove."
+def read_json(path: Path) -> dict: # {} where there is none
+    "A file that another process may be about to write or remove."
     try: return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
 
@@ -131,8 +131,8 @@ def run_state(
 ) -> RunState:
     "Read from the disk; asks nobody."
     folder, reports = Path(results_dir)/run_id, reports_folder(results_dir)
-    if (record := _read(folder/"record.json")) and "summary" in record: return RunState(run_id, "finished", len(record["tasks"]), len(record["tasks"]), retained=record["summary"].get("average_accuracy"))
-    p, report = _read(folder/"progress.json"), _read(reports/f"{run_id}.json")
+    if (record := read_json(folder/"record.json")) and "summary" in record: return RunState(run_id, "finished", len(record["tasks"]), len(record["tasks"]), retained=record["summary"].get("average_accuracy"))
+    p, report = read_json(folder/"progress.json"), read_json(reports/f"{run_id}.json")
     far = dict(tasks=p.get("tasks", 0), n_tasks=p.get("n_tasks", 0), steps=p.get("steps", 0), n_steps=p.get("n_steps", 0), retained=p.get("retained"))
     if who := held_by(folder.with_name(f".{run_id}.lock")):
         left = p["wall_s"] / p["steps"] * (p["n_steps"] - p["steps"]) if p.get("steps") and p.get("wall_s") else None
