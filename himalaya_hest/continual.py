@@ -530,7 +530,8 @@ def train_stream(run: ContinualRun) -> None:
     run.n_steps = sum(steps)
     bar = run.progress(range(run.n_steps), initial=run.position.global_step, desc=run.config.adapter, unit="step")
     saved = time.monotonic()
-    def same(when): return check_same(adapter_tensors(run.adapter) | run.adapter.hooks.state_dict(), f"{when} of {run.lessons[run.position.task].task.name}")
+    def same(when):
+        if num_processes() > 1: check_same(adapter_tensors(run.adapter) | run.adapter.hooks.state_dict(), f"{when} of {run.lessons[run.position.task].task.name}")
     def on_step(s):
         nonlocal saved
         run.position.global_step += 1; bar.update()
@@ -752,12 +753,12 @@ def run_continual(
 ) -> dict: # the record, as in record.json; with dry_run the plan alone
     "Run one adapter over one stream, or take up or show what is there; writes `{results_dir}/{run_id}/`. With `dry_run` nothing runs and nothing is written."
     start_processes()
-    given = with_processes(config if isinstance(config, dict) else asdict(config))
+    given = config if isinstance(config, dict) else asdict(config)
     if given.get("dry_run") not in (None, False, "false"):
         plan = make_plan(given | dict(hooks=_hook_names(given, hooks)))
         if is_main_process(): print(plan_text(plan))
         return dict(plan=plan_numbers(plan))
-    asked = resolve(given | dict(hooks=_hook_names(given, hooks)))
+    asked = resolve(with_processes(given) | dict(hooks=_hook_names(given, hooks)))
     if not is_main_process(): return _follow(asked, hooks)
     with Leading() as others:
         _check_mirror(asked, given)

@@ -298,6 +298,7 @@ def main(
 ) -> int: # exit status: 0 all runs are finished, 1 not, 2 a mistake in what was asked for
     "The command line of a grid."
     args = _parser().parse_intermixed_args(arguments)
+    if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGTERM, signal.default_int_handler) # local runs are to be stopped in order
     try:
         grid = load_grid(args.grid)
         changes = read_arguments(args.changes + ([f"training.num_processes={args.processes}"] if args.processes > 1 else []))

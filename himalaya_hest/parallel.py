@@ -38,7 +38,8 @@ def with_processes(
     parameters: dict, # of a run, as given
 ) -> dict: # with training.num_processes
     "How many processes share the run; `ValueError` where other parameters say another number."
-    n, training = num_processes(), dict(parameters.get("training") or {})
+    n, training = num_processes(), parameters.get("training") or {}
+    if not isinstance(training, dict): return parameters # which is refused elsewhere
     asked = training.get("num_processes", n)
     if asked != n: raise ValueError(f"parameter training.num_processes = {asked!r}, but this run was started as {n} process{'es' * (n > 1)}: torchrun --nproc-per-node {asked} -m himalaya_hest.launch ..., or change the parameter (it is another training: a step has its rows times that number)")
     return parameters | dict(training=training | dict(num_processes=n)) if n > 1 else parameters

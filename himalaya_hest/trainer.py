@@ -14,7 +14,9 @@ from .hooks import StreamHooks, TaskContext
 class DriveHooks(TrainerCallback):
     "Calls the hooks of a stream at the moments of `Trainer`."
     def __init__(self, hooks: StreamHooks, task: TaskContext): self.hooks, self.task = hooks, task
-    def on_train_begin(self, args, state, control, **kwargs): self.hooks.on_task_start(self.task)
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.world_size > 1: raise ValueError(f"Trainer runs as {args.world_size} processes, and hooks would see the rows of their own process alone: start one process, or use run_continual (torchrun -m himalaya_hest.launch)")
+        self.hooks.on_task_start(self.task)
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.hooks.after_backward()
         self.old = {n: p.detach().clone() for n, p in self.hooks.tracked_parameters().items()}
