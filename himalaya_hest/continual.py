@@ -40,7 +40,7 @@ from safetensors.torch import load as load_safetensors, save as save_safetensors
 import himalaya_hest, himalaya_hest.long_world # which registers the twins of the studies of energy
 from .adapter_files import save_adapter
 from .batching import Collator, TaskLoader, as_asked
-from .checkpoint import FULL, CheckpointWarning, latest_checkpoint, random_states, save_checkpoint, seed_all, set_random_states, telling_refusals, write_atomic
+from .checkpoint import FULL, CheckpointWarning, StorageError, latest_checkpoint, random_states, save_checkpoint, seed_all, set_random_states, telling_refusals, write_atomic
 from .code_execution import Limits, run_programs
 from .config import RunConfig, evaluation_schedule, resolve, save_config, told_parameters
 from .continual_metrics import continual_summary
@@ -323,19 +323,20 @@ def save_run(
     p.in_task, p.kernels = state.meta() if state else None, kernels_of(run)
     p.n_checkpoints += 1
     if not is_main_process(): return
-    write_progress(run)
     parts = dict(adapter=adapter_tensors(run.adapter), hooks=run.adapter.hooks.state_dict(), moments=state.tensors() if state else {}, random=random_states())
     tensors = {f"{kind}/{n}": t for kind, named in parts.items() for n, t in named.items()}
     meta = asdict(p) | dict(wall_s=run.wall_s())
     save_checkpoint(run.folder/"checkpoints", p.n_checkpoints, tensors, dict(position=meta, world=_held_to(run.world)))
+    write_progress(run)
 
 # %% ../nbs/46_continual.ipynb #b0538393
 def write_progress(run: ContinualRun) -> None:
-    "Write `progress.json`: how far a run is, for whoever looks from outside."
+    "Write `progress.json`: how far a run is, for whoever looks from outside. The run itself does not need it."
     p = run.position
     retained = [h["val_retained_accuracy"] for h in p.history if h.get("val_retained_accuracy") is not None]
     told = dict(tasks=len(p.scores), n_tasks=len(run.order), steps=p.global_step, n_steps=run.n_steps, retained=retained[-1] if retained else None, wall_s=round(run.wall_s(), 1), skipped_steps=p.skipped_steps)
-    write_atomic(run.folder/"progress.json", json.dumps(told) + "\n")
+    try: write_atomic(run.folder/"progress.json", json.dumps(told) + "\n")
+    except StorageError as e: log.warning("%s", e)
 
 def newest_checkpoint(run: ContinualRun) -> tuple | None: # tensors and meta
     "The newest whole checkpoint, which the first process reads for all."
