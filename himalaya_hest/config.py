@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['CHOICES', 'SCALES', 'STUDIES', 'REVISIONS', 'SHORT_STREAM', 'LONG_POINTS', 'SCHEDULES', 'BOUND_TO_TASKS', 'SILENT',
            'WITHOUT_EFFECT', 'MIRROR', 'PROJECT', 'BUDGETED', 'OVER_BLOCKS', 'ENERGY_TRAINING', 'TrainingParameters',
-           'EvaluationParameters', 'EnergyParameters', 'EWCParameters', 'SearchParameters', 'evaluation_schedule',
-           'Scaled', 'RunConfig', 'plain_name', 'told_parameters', 'parameters_digest', 'default_run_id', 'resolve',
-           'scope_of', 'energy_training', 'notebook_parameters', 'checked_parameters', 'save_config', 'load_config']
+           'micro_batches_of_step', 'EvaluationParameters', 'EnergyParameters', 'EWCParameters', 'SearchParameters',
+           'evaluation_schedule', 'Scaled', 'RunConfig', 'plain_name', 'told_parameters', 'parameters_digest',
+           'default_run_id', 'resolve', 'scope_of', 'energy_training', 'notebook_parameters', 'checked_parameters',
+           'save_config', 'load_config']
 
 # %% ../nbs/41_config.ipynb #5cf0edee
 import difflib
@@ -105,6 +106,13 @@ class TrainingParameters:
     num_processes: int = 1 # processes (GPUs) that share an optimiser step, each with micro-batches of its own; torchrun starts them
     eval_steps: int = 0 # optimiser steps between two evaluations on a task's `development` rows, for early stopping; 0: none
     early_stopping_patience: int = 3 # such evaluations in a row without a better score after which a task ends
+
+# %% ../nbs/41_config.ipynb #344e60f4
+def micro_batches_of_step(
+    training: dict, # resolved training parameters
+) -> int:
+    "Micro-batches of an optimiser step, those of all processes."
+    return training["gradient_accumulation_steps"] * training.get("num_processes", 1)
 
 # %% ../nbs/41_config.ipynb #251f7b5a
 @dataclass

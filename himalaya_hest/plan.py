@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['SHAPES', 'CHARACTERS_A_TOKEN', 'SAME_ROWS', 'CARDS', 'TRAINING_SHARE', 'READING_SHARE', 'CARD_BYTES', 'model_folder',
            'model_config', 'Shape', 'meta_model', 'shape_of', 'element_bytes', 'weight_bytes', 'AdapterSize',
-           'adapter_size', 'TaskLoad', 'longest', 'mean', 'typical_lengths', 'sampled_lengths', 'task_loads', 'Device',
-           'devices', 'cpu_device', 'kept_activations', 'step_flops', 'int8_bytes', 'ways', 'dequantised_bytes',
-           'Backbone', 'step_seconds', 'batch_seconds', 'evaluations', 'all_evaluations', 'further_generations',
-           'evaluation_seconds', 'memory_parts', 'Plan', 'lenient', 'trained_loads', 'replay_bytes', 'steps_of',
-           'seconds', 'latency_seconds', 'make_plan', 'search_runs', 'plan_numbers', 'plan_text', 'read_arguments',
-           'main']
+           'adapter_size', 'kept_inputs', 'gated_inputs', 'TaskLoad', 'longest', 'mean', 'typical_lengths',
+           'sampled_lengths', 'task_loads', 'Device', 'devices', 'cpu_device', 'kept_activations',
+           'gradients_on_the_way', 'step_flops', 'int8_bytes', 'ways', 'dequantised_bytes', 'Backbone', 'step_seconds',
+           'batch_seconds', 'evaluations', 'all_evaluations', 'further_generations', 'evaluation_seconds',
+           'layer_bytes', 'held_bytes', 'training_bytes', 'evaluation_bytes', 'memory_parts', 'Plan', 'lenient',
+           'trained_loads', 'replay_bytes', 'steps_of', 'seconds', 'latency_seconds', 'make_plan', 'search_runs',
+           'plan_numbers', 'plan_text', 'read_arguments', 'main']
 
 # %% ../nbs/41a_plan.ipynb #1181b82d
 import json
@@ -28,13 +29,17 @@ from torch import nn
 
 import himalaya_hest.long_world # which registers the twins of the studies of energy
 from .batching import as_asked, encode_all
-from .config import RunConfig, evaluation_schedule, resolve, scope_of
+from .config import RunConfig, evaluation_schedule, micro_batches_of_step, resolve, scope_of
+from .gated_shell import GatedLayer
+from .himalaya import HimalayaLayer
 from .hub import get_source
 from .instructions import instructed
 from .lora_bank import bank_bytes
 from .mixed_rows import n_kept, row_bytes
 from .packing import fill_of, packed_bytes
+from .presets import spaces_of
 from .registry import adapter_bytes, build_adapter
+from .shell import ShellLayer
 from .sources import spread
 from .tasks import load_stream
 
@@ -43,6 +48,8 @@ SHAPES = { # from config.json of the repositories
     "Qwen/Qwen2.5-0.5B": ("qwen2", dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
         vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True)),
     "NousResearch/Llama-2-7b-hf": ("llama", dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, intermediate_size=11008,
+        vocab_size=32000, max_position_embeddings=4096, tie_word_embeddings=False)),
+    "NousResearch/Llama-2-70b-hf": ("llama", dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672,
         vocab_size=32000, max_position_embeddings=4096, tie_word_embeddings=False)),
     "Qwen/Qwen2.5-7B-Instruct": ("qwen2", dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944,
         vocab_size=152064, max_position_embeddings=32768, tie_word_embeddings=False)),
@@ -132,8 +139,13 @@ class AdapterSize:
     "What an adapter keeps."
     trained: int # parameters
     state: int # bytes between tasks with everything in use
-    inputs: int # widths of what its modules read, summed: kept for their gradients
+    inputs: int # widths of what its modules read, summed
     keeps_answers: bool = False # are answers kept on whose prompts nothing that acts has changed?
+    kept: int = 0 # widths of the inputs that are kept for the pass back, summed
+    copied: int = 0 # parameters that are copied before each step, for hooks that confine it
+    gates: int = 0 # bytes a token that gates keep in all layers, also under checkpointing
+    rounded: int = 0 # widest input that is rounded to int8, in float32, on the way
+    reading: int = 0 # bytes a token of a prompt that gates take, beside a layer's work
 
 def adapter_size(
     config: RunConfig, # resolved
@@ -146,11 +158,14 @@ def adapter_size(
         warnings.simplefilter("ignore", FutureWarning) # PEFT asks the backbone for a name that transformers is giving up
         adapter = build_adapter(config.adapter.partition("+")[0], meta_model(model_cfg), None, config.preset, config.adapter_config, None, config.seed)
     trained = sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
-    layers = [m for m in adapter.model.modules() if isinstance(m, BaseTunerLayer) and m is not adapter.tuner]
-    inputs = sum(getattr(m.get_base_layer(), "in_features", model_cfg.hidden_size) for m in layers)
-    state = _state_bytes(adapter, n_tasks)
+    layers = {n: m for n, m in adapter.model.named_modules() if isinstance(m, BaseTunerLayer) and m is not adapter.tuner}
+    widths = {n: getattr(m.get_base_layer(), "in_features", model_cfg.hidden_size) for n, m in layers.items()}
+    core = adapter.tuner.core() if hasattr(adapter.tuner, "core") else None
+    if hasattr(core, "gate"): gated = gated_inputs(core, list(widths.values()), shape_of(model_cfg))
+    else: gated = dict(kept=kept_inputs(layers, widths, element_bytes(config.dtype, config.model == "mini")))
     keeps = config.evaluation["reuse_answers"] and not config.hooks and hasattr(adapter.tuner, "keeps_answers") and adapter.tuner.keeps_answers()
-    return AdapterSize(trained, state + (8 * trained if "+ewc" in config.adapter else 0), inputs, keeps) # EWC: Fisher information and anchor
+    state = _state_bytes(adapter, n_tasks) + (8 * trained if "+ewc" in config.adapter else 0) # EWC: Fisher information and anchor
+    return AdapterSize(trained, state, sum(widths.values()), keeps, copied=sum(p.numel() for p in adapter.hooks.tracked_parameters().values()), **gated)
 
 def _state_bytes(adapter, n_tasks):
     core = adapter.tuner.core() if hasattr(adapter.tuner, "core") else None
@@ -158,6 +173,35 @@ def _state_bytes(adapter, n_tasks):
     if hasattr(core, "used"): return sum(bank_bytes(core, n_tasks).values())
     if hasattr(adapter.tuner, "bytes_after"): return adapter.tuner.bytes_after(n_tasks)
     return sum(adapter_bytes(adapter).values())
+
+# %% ../nbs/41a_plan.ipynb #c8e96c01
+def kept_inputs(
+    layers: dict[str, nn.Module], # path → module of an adapter
+    widths: dict[str, int], # path → width of its input
+    e: int, # bytes of a number
+) -> int:
+    "Widths of the inputs that are kept beside the backbone's own, each tensor once."
+    kept = {}
+    for path, m in layers.items():
+        alone = e < 4 and not isinstance(m, (HimalayaLayer, ShellLayer)) # PEFT's own, which cast
+        space = spaces_of(path, 0, 0)[0].partition("_")[0]
+        if alone or space != "heads": kept[path if alone or not space else (path.rpartition(".")[0], space)] = widths[path]
+    return sum(kept.values())
+
+def gated_inputs(
+    core, # of a gated adapter
+    widths: list[int], # of its modules' inputs
+    shape: Shape,
+) -> dict[str, int]: # fields of AdapterSize
+    "In scope directions an input for each state that multiplies and 36 bytes a gate, in scope blocks what is chosen between, and keys and values that are written in two ways; hidden states that controllers read, twice in float32; int8 from float32."
+    _, int8, fp = map(bool, core.gate.allowed_states)
+    n, blocks = len(core.layers), not core.uses_masks
+    d, units = shape.width, 0 if blocks else core.rank * core.places.n_slots
+    kept = sum(widths) * (1 if blocks else int8 + fp) + blocks * n * (2 * d + (4 * shape.keys + d) * fp)
+    readings = dict(position=0, own_layer=n, first_block=1 + (0 in core.layers))[core.reads] # the first block has its own input to read
+    rounded = max([shape.mlp, *widths] if blocks else widths) * int8
+    reading = (8 * rounded + (10 if int8 else 2) * d if blocks else 4 * rounded + 8 * d) + n * units * (36 if int8 else 20)
+    return dict(kept=kept, gates=8 * d * readings + 36 * n * units, rounded=rounded, reading=reading)
 
 # %% ../nbs/41a_plan.ipynb #f8b3c352
 CHARACTERS_A_TOKEN = 3.5
@@ -258,6 +302,7 @@ CARDS = ( # peak: dense bfloat16 with float32 sums, bytes a second, bytes of mem
     ("RTX 4090 24 GB", 165.2e12, 1.008e12, 24e9), # NVIDIA Ada GPU architecture white paper, appendix A
     ("A100 80 GB", 312e12, 2.039e12, 80e9), # NVIDIA A100 80GB data sheet, SXM
     ("H100 80 GB", 989.4e12, 3.35e12, 80e9), # NVIDIA H100 data sheet, SXM, without sparsity
+    ("H200 141 GB", 989.4e12, 4.8e12, 141e9), # NVIDIA H200 data sheet, SXM, without sparsity
 )
 TRAINING_SHARE, READING_SHARE = .4, .7
 
@@ -276,11 +321,20 @@ def cpu_device(
 # %% ../nbs/41a_plan.ipynb #41953e6f
 def kept_activations(
     shape: Shape,
-    adapter_inputs: int, # widths that the adapter's modules read, of all layers
+    adapter_inputs: int, # widths of what the adapter's modules keep, of all layers
     e: int, # bytes of a number
+    n: float = 0, # tokens of the longest row
 ) -> float:
-    "Bytes a token and layer kept for the backward pass of a frozen backbone: two norms in float32, attention, the gated product, the adapter's inputs."
-    return 8 * shape.width + 2 * e * (shape.attention + shape.keys) + 3 * e * shape.mlp + e * adapter_inputs / shape.layers
+    "Bytes a token and layer kept for the pass back: two norms in float32, attention with keys and values repeated for all heads, its mask as numbers, the gated product, the adapter's inputs."
+    return 8 * shape.width + 4 * e * shape.attention + e * n + 3 * e * shape.mlp + e * adapter_inputs / shape.layers
+
+def gradients_on_the_way(
+    shape: Shape,
+    e: int, # bytes of a number
+    rounded: int = 0, # widest input that is rounded to int8 in float32
+) -> float:
+    "Bytes a token that the pass back of a layer holds at once beside what was kept: three gradients of the gated product and that of the layer, or four float32 of an input that is rounded."
+    return max(3 * e * shape.mlp, 16 * rounded) + e * shape.width
 
 def step_flops(
     shape: Shape,
@@ -321,6 +375,7 @@ class Backbone:
     @property
     def weights(self) -> int: return weight_bytes(self.shape, self.config, self.cpu)
 
+# %% ../nbs/41a_plan.ipynb #95d647c7
 def step_seconds(
     of: Backbone,
     load: TaskLoad,
@@ -331,7 +386,7 @@ def step_seconds(
     t, s = of.config.training, of.shape
     b, c = t["per_device_train_batch_size"], bool(t["gradient_checkpointing"])
     n = n or longest(load.lengths, min(b, load.rows))
-    kept = b * n * s.layers * kept_activations(s, of.adapter.inputs, of.e)
+    kept = b * n * s.layers * kept_activations(s, of.adapter.inputs, of.e) # each module reads its own input, however few are kept
     passes, moved = 2 + c, 3 * kept + (2 + c) * (dequantised_bytes(s, of.config) or of.e * s.matrices)
     one = ways(of.config) * (s.layers * passes * device.layer_s + step_flops(s, b, n, b * mean(load.targets), c) / device.flops + moved / device.bandwidth)
     return device.step_s + t["gradient_accumulation_steps"] * one
@@ -392,10 +447,46 @@ def evaluation_seconds(
             rows = sum(r for _, r in group)
             g = cap if at_most else sum(r * min(cap, longest(t.targets, min(B, r))) for t, r in group) / rows
             n = sum(r * max(1, mean(t.lengths) - mean(t.targets)) for t, r in group) / rows
-            total += rows * device.row_s + math.ceil(rows / B) * batch_seconds(of, rows / math.ceil(rows / B), n, g, device, beams)
+            total += rows * device.row_s + math.ceil(math.ceil(rows / B) / of.config.training["num_processes"]) * batch_seconds(of, rows / math.ceil(rows / B), n, g, device, beams)
     return total
 
 # %% ../nbs/41a_plan.ipynb #8a0964ec
+def layer_bytes(of: Backbone, b: int, n: int) -> float: return ways(of.config) * b * n * kept_activations(of.shape, of.adapter.kept, of.e, n) # what one layer keeps of b rows of n tokens
+
+def held_bytes(
+    of: Backbone,
+    b: int, # rows
+    n: int, # tokens of the longest
+) -> float:
+    "What is held for the pass back when the forward ends; under checkpointing one input a layer, and the last norm's in float32."
+    s, tokens = of.shape, b * n
+    layers = tokens * s.width * (s.layers * of.e + 4) if of.config.training["gradient_checkpointing"] else s.layers * layer_bytes(of, b, n)
+    return layers + tokens * of.adapter.gates
+
+def training_bytes(
+    of: Backbone,
+    b: int, # rows
+    n: int, # tokens of the longest
+    m: int, # target tokens of a row
+) -> dict[str, float]: # part → bytes
+    "What a step holds at its largest moment, beside parameters and their gradients."
+    s, held = of.shape, held_bytes(of, b, n)
+    again = layer_bytes(of, b, n) - 4 * b * n * s.width if of.config.training["gradient_checkpointing"] else 0 # the last norm is done with by then
+    entered = {"activations": held + again, "gradients on their way": b * n * gradients_on_the_way(s, of.e, of.adapter.rounded)}
+    ended = dict(activations=held, logits=(12 + of.e) * b * m * s.head / s.width)
+    return max(entered, ended, key=lambda parts: sum(parts.values()))
+
+def evaluation_bytes(
+    of: Backbone,
+    n: int, # tokens of the longest prompt
+    g: int, # generated tokens at most
+) -> tuple[float, float]: # keys and values at the end; a layer's work on the prompts
+    "What a batch of evaluation holds: at most, since the prompts' work is over before the last key is written."
+    s, e, B = of.shape, of.config.evaluation, of.config.evaluation["per_device_eval_batch_size"]
+    rows = max([B * e["num_beams"], *of.config.energy.get("latency_batch_sizes", [])]) # of an evaluation, or of a request that is timed
+    return rows * (n + g) * 2 * s.keys * s.layers * of.e, rows * n * ((4 * s.width + 3 * s.mlp) * of.e + of.adapter.reading)
+
+# %% ../nbs/41a_plan.ipynb #44592828
 CARD_BYTES = .5e9
 
 def memory_parts(
@@ -404,21 +495,14 @@ def memory_parts(
     max_length: int, # the longest row that can come
 ) -> dict[str, float]: # part → bytes; the largest of training and evaluation
     "Peak memory of a run, by parts."
-    s, t, e = of.shape, of.config.training, of.config.evaluation
-    b, B = t["per_device_train_batch_size"], e["per_device_eval_batch_size"]
-    layer = ways(of.config) * b * max_length * kept_activations(s, of.adapter.inputs, of.e)
-    kept = layer + s.layers * b * max_length * s.width * of.e if t["gradient_checkpointing"] else s.layers * layer
-    targets = b * max(t.cap for t in loads)
-    logits = 12 * targets * s.head / s.width
+    s, new = of.shape, max(t.cap for t in loads)
     written = 2 * max(s.width * s.mlp, s.width**2) if of.config.quantisation == "nf4" else 0
-    new = max(t.cap for t in loads)
-    B = max([B * e["num_beams"], *of.config.energy.get("latency_batch_sizes", [])]) # rows of an evaluation, or of a request that is timed
-    cache = B * (max_length + new) * 2 * s.keys * s.layers * of.e + B * max_length * (4 * s.width + 3 * s.mlp) * of.e
-    training = dict(activations=kept, logits=logits) if of.config.protocol != "zero_shot" else {}
-    largest = training if sum(training.values()) >= cache else {"keys, values and prompts of an evaluation": cache}
+    training = training_bytes(of, of.config.training["per_device_train_batch_size"], max_length, new) if of.config.protocol != "zero_shot" else {}
+    reading = {"keys, values and prompts of an evaluation": sum(evaluation_bytes(of, max_length, new))}
+    largest = max(reading, training, key=lambda parts: sum(parts.values()))
     beside = max(0, of.adapter.state - 4 * of.adapter.trained)
     twin = {"weights in int8": n} if (n := int8_bytes(s, of.config)) else {}
-    return dict(weights=of.weights) | twin | dict(adapter=of.adapter.trained * 16 + beside) | largest | dict(workspace=written + CARD_BYTES)
+    return dict(weights=of.weights) | twin | dict(adapter=of.adapter.trained * 16 + of.adapter.copied * 4 + beside) | largest | dict(workspace=written + CARD_BYTES)
 
 # %% ../nbs/41a_plan.ipynb #9a1fbade
 @dataclass
@@ -460,7 +544,7 @@ def steps_of(config: RunConfig, load: TaskLoad) -> int: # under joint a task's s
     "Optimiser steps of a task."
     t = config.training
     if config.protocol == "zero_shot": return 0
-    steps = math.ceil(math.ceil(load.rows / t["per_device_train_batch_size"]) / t["gradient_accumulation_steps"]) * t["num_train_epochs"]
+    steps = math.ceil(math.ceil(load.rows / t["per_device_train_batch_size"]) / micro_batches_of_step(t)) * t["num_train_epochs"]
     return steps if t["max_steps"] < 0 else min(steps, t["max_steps"])
 
 def seconds(
@@ -511,14 +595,14 @@ def search_runs(config: RunConfig) -> int: # at most: trials, and the finalists 
 
 def _tokens(config, loads):
     t = config.training
-    trained = sum(steps_of(config, x) * t["per_device_train_batch_size"] * t["gradient_accumulation_steps"] * mean(x.lengths) for x in trained_loads(config, loads))
+    trained = sum(steps_of(config, x) * t["per_device_train_batch_size"] * micro_batches_of_step(t) * mean(x.lengths) for x in trained_loads(config, loads))
     read = sum(r * (mean(x.lengths) - mean(x.targets)) for e in all_evaluations(config, loads) for x, r in e)
     return dict(training=trained, prompts=read, answers=sum(r * min(x.cap, mean(x.targets)) for e in all_evaluations(config, loads) for x, r in e))
 
 def _flops(of, loads):
     t, tokens = of.config.training, _tokens(of.config, loads)
     b, c = t["per_device_train_batch_size"], bool(t["gradient_checkpointing"])
-    trained = sum(steps_of(of.config, x) * t["gradient_accumulation_steps"] * step_flops(of.shape, b, longest(x.lengths, b), b * mean(x.targets), c) for x in trained_loads(of.config, loads))
+    trained = sum(steps_of(of.config, x) * micro_batches_of_step(t) * step_flops(of.shape, b, longest(x.lengths, b), b * mean(x.targets), c) for x in trained_loads(of.config, loads))
     return dict(training=trained, evaluation=2 * (tokens["prompts"] + tokens["answers"]) * of.shape.matrices + 2 * tokens["answers"] * of.shape.head)
 
 # %% ../nbs/41a_plan.ipynb #f359496b
@@ -548,6 +632,7 @@ def plan_numbers(
     return dict(run_id=plan.config.run_id, steps=plan.steps, generations=plan.generations, tokens=plan.tokens, flops=plan.flops, memory_bytes=plan.memory, hours={d: list(h) for d, h in plan.hours.items()},
                 trained_parameters=plan.of.adapter.trained, adapter_bytes=plan.of.adapter.state, downloads=plan.downloads, refused=plan.refused, notes=plan.notes) | ({"search_hours": {d: [search_runs(plan.config) * h for h in hours] for d, hours in plan.trial.hours.items()}} if plan.trial else {})
 
+# %% ../nbs/41a_plan.ipynb #142c80bd
 def plan_text(
     plan: Plan,
 ) -> str:
@@ -555,13 +640,14 @@ def plan_text(
     c, s, n, most = plan.config, plan.of.shape, plan.tokens, "at most " * _reuses(plan.config, plan.of)
     lines = [("run", c.run_id), ("backbone", f"{c.model}, {s.parameters / 1e6:,.0f} M parameters, {s.layers} layers of width {s.width}, held in {c.quantisation if c.quantisation != 'none' else c.dtype}"),
              ("tasks", f"{len(plan.loads)} of {c.stream}, {sum(t.rows for t in plan.loads):,} training rows"),
-             ("steps", f"{plan.steps:,} of {c.training['per_device_train_batch_size'] * c.training['gradient_accumulation_steps']} rows; {_many(n['training'])} tokens, {plan.flops['training']:.1e} operations"),
+             ("steps", f"{plan.steps:,} of {c.training['per_device_train_batch_size'] * micro_batches_of_step(c.training)} rows; {_many(n['training'])} tokens, {plan.flops['training']:.1e} operations"),
              ("evaluation", f"{most}{plan.generations:,} generations; {_many(n['prompts'])} tokens read, about {_many(n['answers'])} written, {plan.flops['evaluation']:.1e} operations"),
              ("adapter", f"{plan.of.adapter.trained:,} parameters in training, {plan.of.adapter.state / 1e6:.3f} MB between tasks"),
-             ("memory", f"{sum(plan.memory.values()) / 1e9:.1f} GB at most: " + ", ".join(f"{k} {v / 1e9:.2f}" for k, v in plan.memory.items()))]
+             ("memory", f"{sum(plan.memory.values()) / 1e9:.1f} GB at most{' on each card' * (c.training['num_processes'] > 1)}: " + ", ".join(f"{k} {v / 1e9:.2f}" for k, v in plan.memory.items()))]
     fits = lambda name: "" if all(d.name != name or d.memory > sum(plan.memory.values()) for d in devices()) else ", **does not fit**"
     show = lambda h: f"{h:.1f} h" if h >= 1 else f"{60 * h:.1f} min"
-    lines += [(f"on {d}", f"about {show(h)}, at most {show(most)}{fits(d)}") for d, (h, most) in plan.hours.items()]
+    cards = f"{c.training['num_processes']} × " * (c.training["num_processes"] > 1)
+    lines += [(f"on {cards}{d}", f"about {show(h)}, at most {show(most)}{fits(d)}") for d, (h, most) in plan.hours.items()]
     if plan.trial:
         lines.append(("search before it", f"at most {search_runs(c)} runs of {len(plan.trial.loads)} tasks of {c.search['stream']}, {plan.trial.steps:,} steps each"))
         lines += [(f"on {d}", f"about {show(search_runs(c) * h)}, at most {show(search_runs(c) * most)}; pruning saves some") for d, (h, most) in plan.trial.hours.items()]
