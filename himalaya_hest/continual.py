@@ -770,7 +770,10 @@ def run_continual(
             others.say(json.dumps(dict(record=record)).encode())
             return record
         with Interrupts() as interrupts, locked(finished.parent.with_name(f".{config.run_id}.lock"), wait=found is not None) as lock:
-            if lock.waited and finished.exists(): return json.loads(finished.read_text(encoding="utf-8")) # by another worker of the same search
+            if lock.waited and finished.exists(): # by another worker of the same search
+                record = json.loads(finished.read_text(encoding="utf-8"))
+                others.say(json.dumps(dict(record=record)).encode())
+                return record
             folder = claim_folder(config)
             others.say(b"{}")
             with _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL), deterministic_kernels() as kernels: return _run(config, folder, found, quiet, hooks, on_task, ProcessState(interrupts, lock.check, kernels))
