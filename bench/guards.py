@@ -9,6 +9,7 @@ import contextlib
 import json
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -36,17 +37,20 @@ def without_norm():
     finally: training.gradient_norm = real
 
 
-def stepper(adapter):
-    "A function that takes one optimiser step, and one that writes a checkpoint."
+def interval(ratios): return dict(zip(("median", "low", "high"), [round(float(x), 4) for x in (np.median(ratios), *median_interval(ratios))]))
+
+
+def stepper(adapter, micro_batches=1):
+    "A function that takes one optimiser step of so many micro-batches, and one that writes a checkpoint."
     run = ContinualRun(resolve(dict(adapter=adapter, n_tasks=1)), quiet=True)
     task, accelerator, parameters = run.data[run.order[0]], Accelerator(cpu=True), run.config.training
     run.adapter.hooks.on_task_start(TaskContext(task.task.name, 0, 100_000, task.make_loader(), task.told))
-    optimizer, batch = training.make_optimizer(run.adapter, parameters), next(iter(task.make_loader()))
+    optimizer, group = training.make_optimizer(run.adapter, parameters), list(islice(task.make_loader(), micro_batches))
     run.adapter.model.train()
     def save(folder, number):
         tensors = adapter_tensors(run.adapter) | {f"hooks/{n}": t for n, t in run.adapter.hooks.state_dict().items()} | {f"moments/{n}": t for n, t in training.optimizer_state(optimizer).items()}
         save_checkpoint(folder, number, tensors, {})
-    return lambda: training.train_step(run.adapter, optimizer, [batch], parameters, accelerator), save
+    return lambda: training.train_step(run.adapter, optimizer, group, parameters, accelerator), save
 
 
 def timed(step, context):
@@ -68,7 +72,7 @@ def measured(adapter, pairs):
             start = time.perf_counter(); save(folder, i); written.append(time.perf_counter() - start)
             step() # a write leaves caches cold
             plain.append(took["first"] / STEPS)
-    out = {name: dict(zip(("median", "low", "high"), [round(float(x), 4) for x in (np.median(r), *median_interval(r))])) for name, r in ratios.items()}
+    out = {name: interval(r) for name, r in ratios.items()}
     return out | dict(step_ms=round(1e3 * float(np.median(plain)), 2), checkpoint_wall_ms=round(1e3 * float(np.median(written)), 2))
 
 

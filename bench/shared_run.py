@@ -18,32 +18,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from block_parts import circumstances
-from guards import STEPS
+from guards import STEPS, interval, stepper
 
 from himalaya_hest import training
 from himalaya_hest.checkpoint import write_atomic
 from himalaya_hest.config import resolve
-from himalaya_hest.continual import ContinualRun
-from himalaya_hest.hooks import TaskContext
-from himalaya_hest.pairs import median_interval
 from himalaya_hest.parallel import start_processes
 from himalaya_hest.processes import as_only_process, is_main_process, summed
 
 SEVEN_B = ("lora", "himalaya", "lora-bank", "lilac+ewc")
-
-
-def interval(ratios): return dict(zip(("median", "low", "high"), [round(float(x), 4) for x in (np.median(ratios), *median_interval(ratios))]))
-
-
-def stepper(adapter):
-    "A function that takes one optimiser step of two micro-batches."
-    run = ContinualRun(resolve(dict(adapter=adapter, n_tasks=1)), quiet=True)
-    task, parameters = run.data[run.order[0]], run.config.training
-    run.adapter.hooks.on_task_start(TaskContext(task.task.name, 0, 100_000, task.make_loader(), task.told))
-    optimizer, loader = training.make_optimizer(run.adapter, parameters), iter(task.make_loader())
-    group, accelerator = [next(loader), next(loader)], start_processes()
-    run.adapter.model.train()
-    return lambda: training.train_step(run.adapter, optimizer, group, parameters, accelerator)
 
 
 def timed(work, alone):
@@ -59,7 +42,7 @@ def timed(work, alone):
 
 
 def step_ratios(adapter, pairs):
-    step, spent, real = stepper(adapter), [0.], training.summed
+    (step, _), spent, real = stepper(adapter, 2), [0.], training.summed
     def clocked(tensors):
         start = time.perf_counter()
         try: return real(tensors)

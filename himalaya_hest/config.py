@@ -371,7 +371,7 @@ def _resolve_training(cfg, given):
     training |= {k: v for k, v in SCALES[cfg.scale]["training"].items() if training[k] is None}
     if cfg.mode == "trial":
         training |= dict(num_train_epochs=1, max_steps=2, eval_steps=0, early_stopping_patience=TrainingParameters.early_stopping_patience)
-        training["max_train_rows"] = min(training["max_train_rows"], 2 * training["per_device_train_batch_size"] * training["gradient_accumulation_steps"] * training["num_processes"])
+        training["max_train_rows"] = min(training["max_train_rows"], 2 * training["per_device_train_batch_size"] * micro_batches_of_step(training))
     return training
 
 def _resolve_evaluation(cfg, given):

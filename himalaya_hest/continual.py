@@ -34,7 +34,6 @@ from typing import Callable
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_safetensors, save as save_safetensors
 
 # %% ../nbs/46_continual.ipynb #5982e770
 import himalaya_hest, himalaya_hest.long_world # which registers the twins of the studies of energy
@@ -59,7 +58,7 @@ from .out_of_memory import telling_memory
 from .peft_bridge import prepare_quantised
 from .parallel import check_same, start_processes, with_processes
 from .plan import make_plan, plan_numbers, plan_text
-from .processes import Leading, as_only_process, bytes_from_main, followed, is_main_process, largest, main_first, num_processes, on_main
+from .processes import Leading, as_only_process, followed, is_main_process, largest, main_first, num_processes, on_main, tensors_from_main
 from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, searched_defaults, serving_bytes
 from .run_lock import locked
 from .search import GivenUp, search, with_setting
@@ -348,8 +347,7 @@ def newest_checkpoint(run: ContinualRun) -> tuple | None: # tensors and meta
         return json.dumps(None if found is None else found[1]).encode()
     meta = json.loads(on_main(read))
     if meta is None: return None
-    tensors = bytes_from_main(save_safetensors(found[0]) if found else b"")
-    return found or (load_safetensors(tensors), meta)
+    return tensors_from_main(found[0] if found else {}), meta
 
 # %% ../nbs/46_continual.ipynb #418ed8fd
 def restore_run(
@@ -444,7 +442,7 @@ def run_task(
         adapter.hooks.on_task_start(TaskContext(own.task.name, i, n_steps, own.make_loader(), own.told))
         state = TaskState(skipped_in_a_row=0 if run.initial else run.position.skipped_in_a_row)
     with run.process.interrupts.steps(): train_task(adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step)
-    if num_processes() > 1: set_random_states(load_safetensors(bytes_from_main(save_safetensors(random_states())))) # a step moves that of the first process alone
+    if num_processes() > 1: set_random_states(tensors_from_main(random_states())) # a step moves that of the first process alone
     adapter.hooks.on_task_end(own.make_loader())
     for d in run.data.values(): d.train.close()
 

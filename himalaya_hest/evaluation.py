@@ -113,7 +113,6 @@ def answer_keys(
 def _generated(adapter, batches, tokenizer, num_beams):
     "(task, row, text) of all batches; processes share them out, and each gets all texts."
     own = [[i, j, text] for batch in batches[process_index()::num_processes()] for (i, j), text in zip(batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks, num_beams))]
-    if num_processes() == 1: return own
     return [row for part in gathered(json.dumps(own).encode()) for row in json.loads(part)]
 
 def _unchanged(keys, known, n):
@@ -145,8 +144,7 @@ def program_outcomes(
     answers: list[list[str]], # per task, per row
 ) -> dict[str, list[str]]: # task → how the program of each row ended; only tasks scored by pass_at_1
     "Run the programs in the answers against their tests, all in one sandbox, in one process."
-    if num_processes() > 1: return json.loads(on_main(lambda: json.dumps(_run_here(tasks, answers)).encode()))
-    return _run_here(tasks, answers)
+    return json.loads(on_main(lambda: json.dumps(_run_here(tasks, answers)).encode()))
 
 def _run_here(tasks, answers):
     run = [(t, row) for t, row in zip(tasks, answers) if t.metric == "pass_at_1"]

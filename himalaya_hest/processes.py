@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['num_processes', 'process_index', 'is_main_process', 'as_only_process', 'summed', 'largest', 'gathered',
-           'bytes_from_main', 'from_main', 'main_first', 'MainStopped', 'Leading', 'followed', 'on_main', 'differing']
+           'bytes_from_main', 'from_main', 'tensors_from_main', 'main_first', 'MainStopped', 'Leading', 'followed',
+           'on_main', 'differing']
 
 # %% ../nbs/00c_processes.ipynb #ebcbae94
 import contextlib
@@ -14,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load as load_safetensors, save as save_safetensors
 from torch import Tensor
 
 # %% ../nbs/00c_processes.ipynb #16bdaca1
@@ -91,6 +93,12 @@ def from_main(
     out = tensor.detach().contiguous().clone() if is_main_process() else torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     dist.broadcast(out, 0)
     return out
+def tensors_from_main(
+    tensors: dict[str, Tensor], # of the first process, on the CPU; ignored elsewhere
+) -> dict[str, Tensor]:
+    "The first process' named tensors."
+    if num_processes() == 1: return tensors
+    return load_safetensors(bytes_from_main(save_safetensors(tensors) if is_main_process() else b""))
 
 # %% ../nbs/00c_processes.ipynb #0c2c61da
 @contextlib.contextmanager
