@@ -7,8 +7,8 @@ __all__ = ['CHOICES', 'SCALES', 'STUDIES', 'REVISIONS', 'SHORT_STREAM', 'LONG_PO
            'WITHOUT_EFFECT', 'MIRROR', 'PROJECT', 'BUDGETED', 'OVER_BLOCKS', 'ENERGY_TRAINING', 'TrainingParameters',
            'micro_batches_of_step', 'EvaluationParameters', 'EnergyParameters', 'EWCParameters', 'SearchParameters',
            'evaluation_schedule', 'Scaled', 'RunConfig', 'plain_name', 'told_parameters', 'parameters_digest',
-           'default_run_id', 'resolve', 'scope_of', 'energy_training', 'notebook_parameters', 'checked_parameters',
-           'save_config', 'load_config']
+           'default_run_id', 'resolve', 'scope_of', 'energy_training', 'said_of', 'config_table', 'notebook_parameters',
+           'checked_parameters', 'save_config', 'load_config']
 
 # %% ../nbs/41_config.ipynb #5cf0edee
 import difflib
@@ -23,8 +23,9 @@ from .code_execution import check_platform
 from .hest import PRESETS, tabs_e_max
 from .meters import METERS
 from .presets import PARTS, parts_of
-from .registry import EWC_DEFAULTS, parse_adapter, resolve_adapter_config, searched_defaults, training_defaults
+from .registry import EWC_DEFAULTS, import_adapter_module, parse_adapter, resolve_adapter_config, searched_defaults, training_defaults
 from .streaming import STREAMING
+from .tables import Table
 from .tasks import nearest
 
 # %% ../nbs/41_config.ipynb #06432ac0
@@ -210,6 +211,7 @@ class RunConfig(Scaled):
     tabs_record: str = "" # record.json of a TABS run: the budget is 0.6 × its mean scope share; empty: the one in the package
     energy: dict = field(default_factory=dict) # see EnergyParameters
     adapter_config: dict = field(default_factory=dict) # fields of the method's config class
+    adapter_module: str = "" # of an adapter of one's own: an importable module, or the path of a .py file, that registers it with PEFT; its code is run
     ewc: dict = field(default_factory=dict) # see EWCParameters
     training: dict = field(default_factory=dict) # see TrainingParameters
     evaluation: dict = field(default_factory=dict) # see EvaluationParameters
@@ -328,7 +330,7 @@ _STORAGE = ("results_dir", "cache_dir", "run_id", "overwrite", "dry_run", "tabs_
 _IN_NAME = ("adapter", "preset", "stream", "scale", "mode", "seed", "order_seed", "n_tasks")
 
 SILENT = { # parameters that came later than the first records, and the values with which they say nothing
-    "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False, replay_share=.01, instructions="own", study="continual25", e_max=None, tabs_record="", energy={}),
+    "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False, replay_share=.01, instructions="own", study="continual25", e_max=None, tabs_record="", energy={}, adapter_module=""),
     "evaluation": dict(after_tasks=None, final_eval_rows=None, reuse_answers=True, max_development_rows=1000, num_beams=1),
     "training": dict(adam_beta1=.9, adam_beta2=.999, eval_steps=0, early_stopping_patience=3, num_processes=1),
     "energy": dict(latency_batch_sizes=[1]),
@@ -404,6 +406,7 @@ def resolve(
     "Check a run's parameters and give each its value; `ValueError` names the parameter, what was expected, and the nearest match."
     cfg = _scaled(_checked(RunConfig, parameters))
     cfg.adapter = cfg.adapter.lower()
+    import_adapter_module(cfg.adapter_module)
     method, with_ewc = parse_adapter(cfg.adapter)
     _check_protocol(cfg, method, with_ewc)
     cfg.role = cfg.role or ("proposed" if method in ("himalaya", "hest") and cfg.protocol != "zero_shot" else "baseline")
@@ -572,6 +575,31 @@ def _resolve_search(cfg):
         if search[name] < 1: raise ValueError(f"parameter search.{name} = {search[name]} must be at least 1.")
     if search["timeout_s"] is not None and not search["timeout_s"] > 0: raise ValueError(f"parameter search.timeout_s = {search['timeout_s']} must be a positive number.")
     return search
+
+# %% ../nbs/41_config.ipynb #5ab97cdd
+def said_of(
+    cls: type, # a class of parameters
+) -> dict[str, str]: # field → the comment beside it
+    "What a parameter class and those that it extends say of their fields."
+    from fastcore.docments import docments
+    return {k: " ".join(v.split()) for c in reversed(cls.__mro__[:-1]) for k, v in docments(c).items() if v}
+
+def config_table(
+    config: RunConfig, # resolved or not
+    changed: bool = False, # only what differs from the plain default
+) -> Table: # one row a parameter, nested ones with a dot
+    "A configuration with the meaning of each parameter."
+    groups = dict(training=TrainingParameters, evaluation=EvaluationParameters, energy=EnergyParameters, ewc=EWCParameters, search=SearchParameters)
+    what = {"": said_of(RunConfig)} | {g: said_of(c) for g, c in groups.items()}
+    plain, rows = asdict(RunConfig()) | {g: asdict(c()) for g, c in groups.items()}, []
+    for name, value in asdict(config).items():
+        within = value.items() if name in groups else [("", value)]
+        for key, v in within:
+            differs = v != (plain[name].get(key) if key else plain[name])
+            if differs or not changed: rows.append([f"{name}.{key}" if key else name, str(v) if v not in ("", {}, []) else None, "•" if differs else "", what[name if key else ""].get(key or name, "")])
+    return Table(config.run_id or "a run that is not resolved yet", ["parameter", "value", "set", "what it is"], rows)
+
+RunConfig._repr_html_ = lambda self: config_table(self)._repr_html_()
 
 # %% ../nbs/41_config.ipynb #d307579a
 def notebook_parameters(

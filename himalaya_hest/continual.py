@@ -59,7 +59,8 @@ from .peft_bridge import prepare_quantised
 from .parallel import check_same, start_processes, with_processes
 from .plan import make_plan, plan_numbers, plan_text
 from .processes import Leading, as_only_process, followed, is_main_process, largest, main_first, num_processes, on_main, tensors_from_main
-from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, searched_defaults, serving_bytes
+from .records import Record
+from .registry import adapter_bytes, adapter_tensors, build_adapter, import_adapter_module, load_adapter_tensors, searched_defaults, serving_bytes
 from .run_lock import locked
 from .search import GivenUp, search, with_setting
 from .sources import DataWarning, cut_counts, digest_of, materialise, split_note, tokenizer_digest, world_digest
@@ -630,10 +631,12 @@ def versions() -> dict: # package → version
         with contextlib.suppress(metadata.PackageNotFoundError): out[n] = metadata.version(n)
     return out
 
-def code_version() -> dict: # package, and git commit where it runs from a clone
-    "The version of this package, with the commit and whether there were uncommitted changes."
+def code_version(
+    adapter_module: str = "", # of a run's configuration
+) -> dict: # package, and git commit where it runs from a clone
+    "The version of this package, with the commit and whether there were uncommitted changes; SHA-256 of the source of an adapter from elsewhere."
     here = Path(himalaya_hest.__file__).parent.parent
-    out = dict(package=himalaya_hest.__version__, git=None, dirty=None)
+    out = dict(package=himalaya_hest.__version__, git=None, dirty=None) | ({"adapter_module": import_adapter_module(adapter_module)} if adapter_module else {})
     if not (here/".git").exists(): return out
     git = lambda *a: subprocess.run(["git", "-C", str(here), *a], capture_output=True, text=True, timeout=20)
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -708,7 +711,7 @@ def make_record(run: ContinualRun) -> dict:
     summary = continual_summary(matrix) | dict(adapter_mb=adapter_mb, serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0., cpu_latency_overhead=overhead,
         wall_s=round(run.wall_s(), 2), peak_memory_mb=round(peak_memory_mb(), 1)) | energy_summary(run)
     return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
-                versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
+                versions=versions(), device=device_info(run.adapter.model), code_version=code_version(run.config.adapter_module), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
                 row_values={n: [v for _, v in p.rows[n]] for n in run.order}, faults=dict(skipped_steps=p.skipped_steps) | faults_of(run), nondeterministic_kernels=kernels_of(run), searched=searched_defaults(c.adapter, c.preset, c.scale)) | final_part(run) | ({"energy": p.energy["details"]} if p.energy else {}) | ({"code_execution": run.sandbox} if run.sandbox else {})
 
 # %% ../nbs/46_continual.ipynb #5e29327b
@@ -764,17 +767,17 @@ def run_continual(
         config, found = _searched(asked, quiet)
         finished = Path(config.results_dir)/config.run_id/"record.json"
         if finished.exists() and not config.overwrite:
-            record = _shown(finished, config, on_task)
+            record = Record(_shown(finished, config, on_task))
             others.say(json.dumps(dict(record=record)).encode())
             return record
         with Interrupts() as interrupts, locked(finished.parent.with_name(f".{config.run_id}.lock"), wait=found is not None) as lock:
             if lock.waited and finished.exists(): # by another worker of the same search
-                record = json.loads(finished.read_text(encoding="utf-8"))
+                record = Record(json.loads(finished.read_text(encoding="utf-8")))
                 others.say(json.dumps(dict(record=record)).encode())
                 return record
             folder = claim_folder(config)
             others.say(b"{}")
-            with _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL), deterministic_kernels() as kernels: return _run(config, folder, found, quiet, hooks, on_task, ProcessState(interrupts, lock.check, kernels))
+            with _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL), deterministic_kernels() as kernels: return Record(_run(config, folder, found, quiet, hooks, on_task, ProcessState(interrupts, lock.check, kernels)))
 
 # %% ../nbs/46_continual.ipynb #7a57b449
 def _shown(finished, config, on_task):
@@ -789,13 +792,13 @@ def _shown(finished, config, on_task):
 
 def _follow(config, hooks):
     "A process that is not the first: it shares the work, writes nothing and says nothing."
-    if "record" in (word := json.loads(followed())): return word["record"]
+    if "record" in (word := json.loads(followed())): return Record(word["record"])
     handler = logging.NullHandler()
     log.addHandler(handler)
     try:
         with Interrupts() as interrupts, warnings.catch_warnings(), deterministic_kernels() as kernels:
             warnings.simplefilter("ignore")
-            return _recorded(config, None, None, True, hooks, None, NoTracker(), ProcessState(interrupts, kernels=kernels))
+            return Record(_recorded(config, None, None, True, hooks, None, NoTracker(), ProcessState(interrupts, kernels=kernels)))
     finally: log.removeHandler(handler)
 
 _KEPT = "The last checkpoint is whole, if there was one: the same command goes on from it."

@@ -4,18 +4,23 @@
 
 # %% auto #0
 __all__ = ['NO_EWC', 'ADAPTER_DEFAULTS', 'TRAINING_DEFAULTS', 'UNSEARCHED', 'FOUNDING_TRAINING', 'FOUNDING_RIVALS',
-           'FOUNDING_EWC', 'USUAL', 'EWC_DEFAULTS', 'SET_BY_RUN', 'adapter_names', 'parse_adapter', 'searched_defaults',
-           'start_training', 'training_defaults', 'resolve_adapter_config', 'Adapter', 'build_adapter',
-           'adapter_tensors', 'load_adapter_tensors', 'adapter_bytes', 'serving_bytes']
+           'FOUNDING_EWC', 'USUAL', 'EWC_DEFAULTS', 'SET_BY_RUN', 'adapter_names', 'parse_adapter',
+           'import_adapter_module', 'searched_defaults', 'start_training', 'training_defaults',
+           'resolve_adapter_config', 'Adapter', 'build_adapter', 'adapter_tensors', 'load_adapter_tensors',
+           'adapter_bytes', 'serving_bytes', 'adapter_table']
 
 # %% ../nbs/40_registry.ipynb #6cbe5cf1
 import difflib
+import hashlib
+import importlib.util
 import json
 import re
+import sys
 import warnings
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 
 import peft
 import torch
@@ -26,6 +31,7 @@ import himalaya_hest.bhsp, himalaya_hest.coltas, himalaya_hest.fixed_masks, hima
 from .ewc import EWC
 from .hooks import HookList, StreamHooks
 from .peft_bridge import make_room
+from .tables import Table
 
 # %% ../nbs/40_registry.ipynb #2e433f4e
 NO_EWC = ("lora-bank", "olora")
@@ -51,6 +57,37 @@ def parse_adapter(
                          f" Expected a method, or a method followed by '+ewc': {', '.join(adapter_names())}")
     if plus and method in NO_EWC: raise ValueError(f"adapter {name!r}: {method} trains other parameters for each task and freezes them, so EWC has nothing to protect there; use {method!r}")
     return method, bool(plus)
+
+# %% ../nbs/40_registry.ipynb #657ac5d9
+def import_adapter_module(
+    name: str, # of a module that can be imported, or the path of a .py file; empty: nothing is done
+) -> str: # SHA-256 of its source; empty: nothing was asked for, or it has no source file
+    "Import the module that registers an adapter with PEFT; `ValueError` where there is none, or it raises an error."
+    if not name: return ""
+    path = Path(name).expanduser().resolve() if name.endswith(".py") or "/" in name or "\\" in name else None
+    there = sys.modules.get(path.stem) if path else None
+    if there is not None and getattr(there, "__file__", None) != str(path): raise ValueError(f"parameter adapter_module = {name!r}: a module named {path.stem!r} is loaded already; give the file another name")
+    try:
+        if not path: return _source_digest(getattr(importlib.import_module(name), "__file__", None))
+        digest = _source_digest(path)
+        if getattr(there, "adapter_source", None) != digest: _run_file(path, digest)
+        return digest
+    except ModuleNotFoundError as e: raise ValueError(f"parameter adapter_module = {name!r}: {e}. Give the path of the file, ending in .py, or install the package that has the module") from e
+    except OSError as e: raise ValueError(f"parameter adapter_module = {name!r} cannot be read: {e.strerror or e}") from None
+    except Exception as e: raise ValueError(f"parameter adapter_module = {name!r}: importing it raised {type(e).__name__}: {e}") from e
+
+def _source_digest(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+
+def _run_file(path, digest):
+    "Import a file under its own name."
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    try: spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    module.adapter_source = digest
 
 # %% ../nbs/40_registry.ipynb #715f3464
 ADAPTER_DEFAULTS = {
@@ -254,3 +291,16 @@ def serving_bytes(
     "Bytes of what a server must hold beside the backbone."
     if hasattr(adapter.tuner, "serving_bytes"): return adapter.tuner.serving_bytes()
     return sum(n for part, n in adapter_bytes(adapter).items() if part != "ewc")
+
+# %% ../nbs/40_registry.ipynb #29e4b4f0
+def adapter_table(
+    adapter: Adapter,
+) -> Table: # a row for each part of its state, and their sum
+    "Parameters in training, and bytes by part."
+    trained, frozen = (sum(p.numel() for p in adapter.model.parameters() if p.requires_grad == grad) for grad in (True, False))
+    parts = adapter_bytes(adapter)
+    rows = [[part, n, n / 1e6] for part, n in sorted(parts.items(), key=lambda x: -x[1])]
+    title = f"{adapter.name}: {trained:,} parameters in training, {trained / (trained + frozen):.2%} of all; {serving_bytes(adapter) / 1e6:.3f} MB to serve; hooks: {', '.join(type(h).__name__ for h in adapter.hooks.hooks) or 'none'}"
+    return Table(title, ["state between tasks", "bytes", "MB"], rows + [["total", sum(parts.values()), sum(parts.values()) / 1e6]])
+
+Adapter._repr_html_ = lambda self: adapter_table(self)._repr_html_()

@@ -59,14 +59,16 @@ def parameters_of(
     results_dir: str | Path, # where the repeated run goes
     cache_dir: str | Path = ".cache", # of tokenised tasks
     allow_code_execution: bool = False, # may programs be run, where the record's run did?
+    adapter_module: str = "", # where the module of an adapter of one's own lies here
 ) -> dict: # for run_continual
     "The record's parameters for another run of the same; `ValueError` where they do not suffice, or are none."
     config, known = record["config"], {f.name for f in fields(RunConfig)}
     if config.get("hooks"): raise ValueError(f"{record['run_id']} was driven by the hooks {', '.join(config['hooks'])}, whose code the record does not hold: repeat it with the program that passed them")
     if config.get("allow_code_execution") and not allow_code_execution: raise ValueError(f"{record['run_id']} ran the programs that its model wrote: where the record is one to trust, repeat it with --allow-code-execution")
+    if config.get("adapter_module") and not adapter_module: raise ValueError(f"{record['run_id']} was made with an adapter of its own, {config['adapter']!r} of {config['adapter_module']}: say with --adapter-module where that module lies here; its code is run")
     if unknown := sorted(config.keys() - known): raise ValueError(f"{record['run_id']} has the parameters {', '.join(unknown)}, which this version does not know: repeat it with the version of its code_version, {record.get('code_version')}")
     kept = {k: v for k, v in as_it_was(config).items() if k not in PLACES}
-    return kept | dict(n_trials=0, search={}, tracker="off", wandb_entity="", wandb_project="", results_dir=str(results_dir), cache_dir=str(cache_dir), run_id=f"again-{record['run_id']}")
+    return kept | ({"adapter_module": adapter_module} if adapter_module else {}) | dict(n_trials=0, search={}, tracker="off", wandb_entity="", wandb_project="", results_dir=str(results_dir), cache_dir=str(cache_dir), run_id=f"again-{record['run_id']}")
 
 def changed_parameters(
     record: dict, # of a run
@@ -165,11 +167,12 @@ def repeat_run(
     tolerance: float = 0., # of numbers
     quiet: bool = False, # without progress
     allow_code_execution: bool = False, # of programs that the model writes, where the record's run did it
+    adapter_module: str = "", # of an adapter of one's own
 ) -> Repeated:
     "Run a record's parameters again and compare; `ValueError` for what is no run."
     record = read_run(path)
     with contextlib.nullcontext(results_dir) if results_dir else tempfile.TemporaryDirectory() as folder:
-        parameters = parameters_of(record, folder, cache_dir or (".cache" if results_dir else f"{folder}/cache"), allow_code_execution)
+        parameters = parameters_of(record, folder, cache_dir or (".cache" if results_dir else f"{folder}/cache"), allow_code_execution, adapter_module)
         if not quiet: print(f"{record['run_id']}: {len(record['tasks'])} tasks with {parameters['adapter']}, which took {record['summary']['wall_s']:.0f} s when it was recorded", flush=True)
         return compare_records(record, run_continual(parameters, quiet=quiet), tolerance)
 
@@ -183,9 +186,10 @@ def main(
     parser.add_argument("--results-dir", default="", help="keep the repeated run here, and go on with it after a kill; else it goes to a temporary folder")
     parser.add_argument("--cache-dir", default="", help="tokenised tasks; default: .cache, or a temporary folder without --results-dir")
     parser.add_argument("--allow-code-execution", action="store_true", help="run programs that the model writes, where the record's run did")
+    parser.add_argument("--adapter-module", default="", help="where the module of an adapter of one's own lies here, for a record that names one; its code is run")
     parser.add_argument("--tolerance", type=float, default=0., help="numbers that differ by no more are called the same (default: 0)")
     given = parser.parse_args(arguments)
-    try: repeated = repeat_run(given.record, given.results_dir, given.cache_dir, given.tolerance, allow_code_execution=given.allow_code_execution)
+    try: repeated = repeat_run(given.record, given.results_dir, given.cache_dir, given.tolerance, allow_code_execution=given.allow_code_execution, adapter_module=given.adapter_module)
     except ValueError as e:
         print(e, file=sys.stderr)
         return 2

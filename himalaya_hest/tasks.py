@@ -8,7 +8,7 @@ __all__ = ['MAX_TEXT_BYTES', 'KINDS', 'SPLITS', 'GROUPS', 'CHECKS', 'TASK_KEYS',
            'entity_spans', 'spelled', 'Example', 'Task', 'labels_for_metric', 'format_row', 'instruction_of',
            'mixed_seed', 'deciding_fields', 'target_of', 'language_of', 'scored_as', 'check_keys', 'make_task',
            'metric_names', 'check_split', 'split_rows', 'Stream', 'read_yaml', 'stream_names', 'load_stream',
-           'stream_from', 'task_order']
+           'stream_from', 'stream_table', 'task_order']
 
 # %% ../nbs/06_tasks.ipynb #908879d9
 import difflib
@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+
+from .tables import Table
 
 # %% ../nbs/06_tasks.ipynb #ee7b2a35
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -554,6 +556,20 @@ def _check_stream(stream, where):
             raise ValueError(f"{where}: task '{t.name}', key 'instruction': differs from the other tasks of shared_instruction "
                              f"'{t.shared_instruction}'; make them equal word for word")
     return stream
+
+# %% ../nbs/06_tasks.ipynb #0cf8c353
+def stream_table(
+    stream: Stream,
+) -> Table: # one row a task, in the order of the file
+    "What each task asks, in what language, by which metric it is scored, and how many rows are trained at most."
+    where = f"source {stream.source}" + (f", world {stream.world}" if stream.world else "")
+    brief = lambda text: " ".join(text.split()) if len(text) <= 80 else " ".join(text[:79].split()) + "…"
+    rows = [[i, t.name, t.kind, "+".join(t.languages), t.metric, t.max_train_rows, t.max_new_tokens, t.repo, brief(t.instruction)] for i, t in enumerate(stream.tasks, 1)]
+    columns = ["#", "task", "kind", "languages", "metric", "training rows at most", "new tokens", "repository", "instruction"]
+    keep = [k for k in range(len(columns)) if any(row[k] is not None for row in rows)]
+    return Table(f"{stream.name}: {len(rows)} task{'s' * (len(rows) > 1)}, {where}", [columns[k] for k in keep], [[row[k] for k in keep] for row in rows])
+
+Stream._repr_html_ = lambda self: stream_table(self)._repr_html_()
 
 # %% ../nbs/06_tasks.ipynb #49bd1f1c
 def task_order(
