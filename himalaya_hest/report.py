@@ -23,8 +23,20 @@ class Chart:
     "A figure with the topic that names its file."
     topic: str # last part of the file's name
     figure: object # matplotlib.figure.Figure
+    alt: str = "" # alternative text; empty: what titles, axes and legends say
 
     def __repr__(self): return f"Chart({self.topic!r})"
+
+    def described(self) -> str:
+        "The alternative text, for who cannot see the figure."
+        if self.alt: return self.alt
+        axes = [a for a in self.figure.axes if a.get_visible()]
+        legends = [l for l in (*self.figure.legends, *(a.get_legend() for a in axes)) if l]
+        parts = {"": [self.topic.replace("_", " "), self.figure.get_suptitle(), *(a.get_title() for a in axes)],
+                 "Across: ": [self.figure.get_supxlabel(), *(a.get_xlabel() for a in axes)], "Up: ": [self.figure.get_supylabel(), *(a.get_ylabel() for a in axes)],
+                 "Shown: ": [t.get_text() for l in legends for t in l.get_texts()]}
+        said = {k: "; ".join(dict.fromkeys(" ".join(t.split()) for t in texts if t.strip())) for k, texts in parts.items()}
+        return ". ".join(k + v for k, v in said.items() if v) + "."
 
     def as_written(self):
         "The figure, in which a dollar sign of a name or a label begins no formula."
@@ -36,7 +48,7 @@ class Chart:
     def _repr_png_(self):
         buffer = io.BytesIO()
         self.as_written().savefig(buffer, format="png", dpi=110)
-        return buffer.getvalue()
+        return buffer.getvalue(), {"alt": self.described()}
 
     def save(self,
         folder: str | Path, # where to write, made if missing
