@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HOPELESS', 'GridJob', 'GridOptions', 'executor_of', 'Jobs', 'attach', 'ended', 'stop', 'Watch', 'run_grid',
-           'told_before', 'main']
+           'told_before', 'grid_parser', 'main']
 
 # %% ../nbs/47h_grid.ipynb #2c8b1608
 import argparse
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .checkpoint import write_atomic
+from .comparison import evaluate_runs
 from .continual import run_continual
 from .grid_runs import RunState, combinations, load_grid, named_runs, read_json, reports_folder, run_state, states_table, write_compact
 from .plan import make_plan, plan_numbers, read_arguments
@@ -269,8 +270,12 @@ def told_before(
     print(f"{len(runs)} runs, {60 * total[0] / workers:.0f} to {60 * total[1] / workers:.0f} minutes with {workers} workers" + (", searches not counted" if any(p.get("n_trials") for p in runs.values()) else ""))
 
 # %% ../nbs/47h_grid.ipynb #b4588c73
-def _parser():
-    parser = argparse.ArgumentParser("python -m himalaya_hest.grid", description="Run every combination of a grid file, on this machine or on Slurm. The same command goes on where it was stopped and tries again what failed.")
+def grid_parser(
+    called: str = "python -m himalaya_hest.grid", # how the command was called
+    **further, # arguments of ArgumentParser
+) -> argparse.ArgumentParser:
+    "What the command line of a grid takes."
+    parser = argparse.ArgumentParser(called, **further, description="Run every combination of a grid file, on this machine or on Slurm. The same command goes on where it was stopped and tries again what failed.")
     parser.add_argument("grid", type=Path, help="YAML: name, base, axes, pairs")
     parser.add_argument("changes", nargs="*", metavar="NAME=VALUE", help="parameters of every run, over those of the file")
     parser.add_argument("--results-dir", default="runs/grid")
@@ -286,6 +291,7 @@ def _parser():
     parser.add_argument("--retries", type=int, default=2, help="of a run that was killed")
     parser.add_argument("--look-s", type=float, help="seconds between two looks; otherwise 1, and 10 on Slurm")
     parser.add_argument("--records", type=Path, help="folder for a small record of each run")
+    parser.add_argument("--evaluate", action="store_true", help="when all runs are finished, compare them: tables, figures and metrics.json, as nbs/95_evaluate.ipynb does")
     parser.add_argument("--dry-run", action="store_true", help="list the runs and about how long they take")
     parser.add_argument("--status", action="store_true", help="say how far all runs are, and start nothing")
     return parser
@@ -297,7 +303,7 @@ def main(
     called: str = "python -m himalaya_hest.grid", # what the records say they were made by
 ) -> int: # exit status: 0 all runs are finished, 1 not, 2 a mistake in what was asked for
     "The command line of a grid."
-    args = _parser().parse_intermixed_args(arguments)
+    args = grid_parser(called).parse_intermixed_args(arguments)
     if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGTERM, signal.default_int_handler) # local runs are to be stopped in order
     try:
         grid = load_grid(args.grid)
@@ -315,7 +321,9 @@ def main(
         print(e, file=sys.stderr)
         return 2
     except KeyboardInterrupt: return 130
-    return _summary(states, args.results_dir, out)
+    failed = _summary(states, args.results_dir, out)
+    if args.evaluate and not failed: print(*evaluate_runs(args.results_dir, list(runs)), sep="\n\n")
+    return failed
 
 def _status(runs, results_dir, name):
     states = [run_state(results_dir, r) for r in runs]

@@ -7,6 +7,7 @@ __all__ = ['main']
 
 # %% ../nbs/47f_launch.ipynb #4d37ef1c
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -21,7 +22,7 @@ def main(
     "`python -m himalaya_hest.launch run.yaml [name=value ...]`: run what the files and parameters say; 2 for a mistake in them."
     try:
         record = run_continual(read_arguments(arguments))
-        if is_main_process() and "summary" in record: print(f"{record['run_id']}: " + ", ".join(f"{k} {v:.4f}" for k, v in record["summary"].items() if k in ("retained_accuracy_auc", "average_accuracy", "average_forgetting", "rougeL") and v is not None))
+        if is_main_process() and "summary" in record: print(f"\n{record}\n\n{Path(record['config']['results_dir'])/record['run_id']}: record.json, config.yaml, run.log, adapter. `himalaya-hest evaluate {record['config']['results_dir']}` makes figures of it.")
     except ValueError as e:
         if is_main_process(): print(e, file=sys.stderr)
         return 2

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PLACES', 'TIMES', 'GROUPS', 'MISSING', 'commands_in', 'read_run', 'as_it_was', 'parameters_of', 'changed_parameters',
-           'leaves', 'values_of', 'is_compact', 'Repeated', 'compare_records', 'repeat_run', 'main']
+           'leaves', 'values_of', 'is_compact', 'Repeated', 'compare_records', 'repeat_run', 'rerun_parser', 'main']
 
 # %% ../nbs/47a_rerun.ipynb #cd93c768
 import argparse
@@ -177,18 +177,26 @@ def repeat_run(
         return compare_records(record, run_continual(parameters, quiet=quiet), tolerance)
 
 # %% ../nbs/47a_rerun.ipynb #70ec9ba1
-def main(
-    arguments: list, # of the command line
-) -> int: # exit status
-    "`python -m himalaya_hest.rerun RECORD [--results-dir DIR] [--cache-dir DIR] [--tolerance X]`."
-    parser = argparse.ArgumentParser(prog="python -m himalaya_hest.rerun", description="Run again what a record says, and compare.")
+def rerun_parser(
+    called: str = "python -m himalaya_hest.rerun", # how the command was called
+    **further, # arguments of ArgumentParser
+) -> argparse.ArgumentParser:
+    "What the command line takes."
+    parser = argparse.ArgumentParser(called, **further, description="Run again what a record says, and compare.")
     parser.add_argument("record", help="record.json of a run, or a file of nbs/records")
     parser.add_argument("--results-dir", default="", help="keep the repeated run here, and go on with it after a kill; else it goes to a temporary folder")
     parser.add_argument("--cache-dir", default="", help="tokenised tasks; default: .cache, or a temporary folder without --results-dir")
     parser.add_argument("--allow-code-execution", action="store_true", help="run programs that the model writes, where the record's run did")
     parser.add_argument("--adapter-module", default="", help="where the module of an adapter of one's own lies here, for a record that names one; its code is run")
     parser.add_argument("--tolerance", type=float, default=0., help="numbers that differ by no more are called the same (default: 0)")
-    given = parser.parse_args(arguments)
+    return parser
+
+def main(
+    arguments: list, # of the command line
+    called: str = "python -m himalaya_hest.rerun", # how the command was called
+) -> int: # exit status
+    "`python -m himalaya_hest.rerun RECORD [--results-dir DIR] [--cache-dir DIR] [--tolerance X]`."
+    given = rerun_parser(called).parse_args(arguments)
     try: repeated = repeat_run(given.record, given.results_dir, given.cache_dir, given.tolerance, allow_code_execution=given.allow_code_execution, adapter_module=given.adapter_module)
     except ValueError as e:
         print(e, file=sys.stderr)
