@@ -9,6 +9,7 @@ parser = ConfigParser(delimiters=["="])
 parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
 readme = here / "README.md"
+extras = {"search": ("optuna",), "grid": ("submitit",), "wandb": ("wandb",), "nf4": ("bitsandbytes",), "notebooks": ("papermill", "jupyterlab", "ipykernel", "ipywidgets")}
 
 setup(
     name=cfg["lib_name"],
@@ -25,7 +26,7 @@ setup(
     package_data={"himalaya_hest": ["data/**/*"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
-    extras_require={"dev": (cfg["dev_requirements"] + " " + cfg["onnx_requirements"]).split(), "onnx": cfg["onnx_requirements"].split()},
+    extras_require={"dev": (cfg["dev_requirements"] + " " + cfg["onnx_requirements"]).split(), "onnx": cfg["onnx_requirements"].split()} | {extra: [r for r in cfg["dev_requirements"].split() if r.startswith(packages)] for extra, packages in extras.items()},
     entry_points={
         "console_scripts": cfg.get("console_scripts", "").split(),
         "nbdev": [f'{cfg["lib_path"]}={cfg["lib_path"]}._modidx:d'],
