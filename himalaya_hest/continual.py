@@ -20,7 +20,6 @@ import logging
 import os
 import platform
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -86,7 +85,7 @@ def held_as(
 
 @contextlib.contextmanager
 def no_bar():
-    "transformers' progress bar, which says nothing of a model of four megabytes, is off in here."
+    "transformers' progress bar, which is for downloads and says nothing of a model that lies in a folder, is off in here."
     from transformers.utils import logging as hf_logging
     shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
@@ -110,8 +109,9 @@ def load_backbone(
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true") # transformers would open weights that somebody proposed in a pull request
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **at)
-        with no_bar() if name == "mini" else contextlib.nullcontext(): model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=False, use_safetensors=True, **at, **held)
+        with no_bar() if path.is_dir() else contextlib.nullcontext(): model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=False, use_safetensors=True, **at, **held)
     except (OSError, ValueError) as e: raise ValueError(not_loaded(name, revision, e)) from e
+    if not len(tokenizer) or not tokenizer("a b").input_ids: raise ValueError(f"model {name!r} cannot be used: it has no tokenizer that can be read: save it beside the model, with tokenizer.save_pretrained")
     if tokenizer.eos_token_id is None: raise ValueError(f"model {name!r}: its tokenizer has no end token, so no target could end")
     prepare_quantised(model)
     return model.eval().requires_grad_(False), tokenizer, backbone_digest(model, path)
@@ -139,7 +139,8 @@ def not_loaded(
     if "GatedRepoError" in kinds: why = f"it is gated: accept its terms on https://huggingface.co/{name}, log in with `hf auth login`, or name a copy that is not gated"
     elif "RevisionNotFoundError" in kinds: why = f"the repository has no revision {revision!r}; give model_revision a commit of it"
     elif kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError", "ConnectTimeout"}:
-        why = "the hub cannot be reached and there is no copy in the cache: go online once (and unset HF_HUB_OFFLINE), or set model to a folder that holds it"
+        why = "there is no folder of that name, the hub cannot be reached and there is no copy in the cache: set model to a folder that holds it, or go online once (and unset HF_HUB_OFFLINE)"
+    elif "instantiate the backend tokenizer" in str(error): why = "it has no tokenizer that can be read: save it beside the model, with tokenizer.save_pretrained"
     elif "trust_remote_code" in str(error) or "custom code" in str(error): why = "it needs code of its own, which is never run here: name a model whose architecture transformers has"
     elif "safetensors" in str(error): why = "it has no weights in safetensors, and a pickle (pytorch_model.bin) is not opened, since it can run code: name a copy in safetensors, or convert it"
     return f"model {name!r} cannot be loaded: {why} ({told})"
@@ -707,6 +708,7 @@ def peak_memory_mb() -> float: # 1 MB = 10⁶ bytes
     "The most memory that this process has held."
     with contextlib.suppress(OSError): # Linux, where getrusage would give the parent's where that is larger
         return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e6
+    import resource # not on Windows
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if platform.system() == "Darwin" else 1e6 / 1024)
 
 def make_record(run: ContinualRun) -> dict:
