@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SECTIONS', 'FLOORS', 'SITE', 'REPOSITORY', 'sidebar', 'page_of', 'links_in', 'leads_nowhere', 'broken_links',
-           'alt_texts', 'fig_alt', 'figures_without_text', 'write_sidebar', 'main']
+           'document', 'alt_texts', 'fig_alt', 'figures_without_text', 'write_sidebar', 'main']
 
 # %% ../nbs/48c_site.ipynb #a26c62ca
 import json
@@ -89,6 +89,16 @@ def broken_links(
     wrong = [f"{p.relative_to(root)}: {t}" for p, text in texts for t in links_in(text) if leads_nowhere(t, p.parent, root, pages)]
     named = [f"{p.relative_to(root)}: {n}" for p, text in texts for n in re.findall(r"(?<![\w/])(?:nbs|bench|himalaya_hest/data)/[\w/.-]*\.(?:ipynb|yaml|py|json)\b", text) if not (root/n).exists()]
     return list(dict.fromkeys(twice + wrong + named))
+
+# %% ../nbs/48c_site.ipynb #0c1a5909
+def document(
+    name: str, # of a Markdown file of the repository
+    root: str | Path = ".", # of the repository
+) -> str: # Markdown, its headings one level lower
+    "A document for a page: without its title, links to files as links to the repository."
+    text = re.sub(r"\A#\s.*\n+", "", (Path(root)/name).read_text(encoding="utf-8"))
+    text = re.sub(r"\]\((?![a-z]+:|#)([^)\s]+)\)", lambda m: f"]({REPOSITORY}{m[1]})", text)
+    return re.sub(r"^(#+ )", r"#\1", text, flags=re.M)
 
 # %% ../nbs/48c_site.ipynb #a9d4b8fd
 def alt_texts(
