@@ -10,6 +10,7 @@ __all__ = ['FILES', 'add_peft_type', 'register_peft_method', 'forget_peft_method
 import functools
 import importlib
 import inspect
+import warnings
 from pathlib import Path
 
 import peft
@@ -66,7 +67,9 @@ def _fill_forward_args(cls):
     init = cls.__init__
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):
-        init(self, *args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning) # PEFT 0.21 asks transformers by the old name
+            init(self, *args, **kwargs)
         self.special_peft_forward_args = set(self.special_peft_forward_args) | set(getattr(type(self.base_model), "forward_args", ()))
     wrapped.fills_forward_args = True
     cls.__init__ = wrapped

@@ -128,7 +128,7 @@ def score_matrix(
     "Heat map of the score on each task after each task, in hundredths."
     R, names = score_array(record), record["tasks"]
     T = len(names)
-    figure, ((axes,),) = new_figure(.31 * T + 2.8, .29 * T + 2.6)
+    figure, ((axes,),) = new_figure(max(.31 * T + 2.8, 5.), .29 * T + 2.6)
     image = axes.imshow(R, cmap="cividis", vmin=0, vmax=1, aspect="auto")
     _write_cells(axes, R, [[f"{100 * x:.0f}" if not np.isnan(x) else "" for x in row] for row in R], .55, 6.5)
     axes.set_xticks(range(T), [f"{n}  {j}" for j, n in enumerate(names, 1)], rotation=90, fontsize=7)
