@@ -131,7 +131,7 @@ def known_class(
     found = PEFT_TYPE_TO_CONFIG_MAPPING.get(kind) if isinstance(kind, str) else None
     if found is not None: return found
     ours = module if re.fullmatch(r"himalaya_hest(\.\w+)+", module) else "himalaya_hest.registry"
-    raise ValueError(f"{path} has the peft_type {str(kind)[:60]!r}, which PEFT {peft.__version__} does not know and no imported module has registered: if it is a method of himalaya_hest, import {ours} first")
+    raise ValueError(f"{path} has the peft_type {str(kind)[:60]!r}, which PEFT {peft.__version__} does not know and no imported module has registered: if it is a method of himalaya_hest, import {ours} first, otherwise the module that registers it")
 
 # %% ../nbs/09d_adapter_files.ipynb #5c9c522f
 _HUB = [n for n in inspect.signature(hf_hub_download).parameters if n not in ("repo_id", "filename")]

@@ -178,6 +178,7 @@ def retained_bands(
         if chance is not None: axes.plot(x, chance, color=MIDDLE, linewidth=1.2, linestyle=(0, (2, 2)), label=CHANCE)
         _draw_band(axes, name, x, c)
         axes.set(xlim=(.4, x[-1] + .6), ylim=(0, 1.14))
+        axes.xaxis.get_major_locator().set_params(integer=True)
     for k, axes in enumerate(grid.flat):
         if k >= len(curves): axes.set_visible(False)
         elif k + columns >= len(curves): axes.set_xlabel("tasks trained", fontsize=8.5)

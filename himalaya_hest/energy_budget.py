@@ -68,7 +68,7 @@ class CallBuckets:
     def reset(self): [b.reset() for b in self._all()]
 
 # %% ../nbs/23e_energy_budget.ipynb #f457829d
-@dataclass
+@dataclass(repr=False)
 class EnergyReport:
     "What a call used, prompt by prompt, in the units of the adapter's scope."
     energy_budget: float | None # E_max that was kept; None: none was asked for
@@ -81,6 +81,9 @@ class EnergyReport:
     def scope_energy_share(self) -> list[float]: return [s / f for s, f in zip(self.spent, self.full)]
     @property
     def joules(self) -> list[float]: return [s * self.joules_per_multiply_add for s in self.spent]
+    def __repr__(self):
+        few = lambda values: ", ".join(f"{v:.4g}" for v in values[:8]) + ", ..." * (len(values) > 8)
+        return f"EnergyReport(energy_budget={self.energy_budget}, scope_energy_share=[{few(self.scope_energy_share)}], largest_token={self.largest_token:.4g}, joules=[{few(self.joules)}] {self.joules_source})"
     def add(self,
         spent: Tensor, # (rows, tokens) multiply-adds
         full: Tensor, # (rows, tokens)

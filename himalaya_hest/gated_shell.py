@@ -411,8 +411,12 @@ def give_buckets(
 ) -> None:
     "Let each bounded adapter's states fit into its buckets, those of the cache if it has begun."
     asked, tables = _ASKED.get(), {n: [passed[n].core.gate_table(rows) for rows in passed[n].core.stages()] for n in bounds}
+    if bare := [n for n, t in tables.items() if not t]: raise ValueError(f"adapter {bare[0]!r} ({str(getattr(tuner.peft_config[bare[0]].peft_type, 'value', tuner.peft_config[bare[0]].peft_type)).lower()}) has no gates that could be lowered, so no energy_budget can be kept with it: what it spends is fixed")
     keys = next(iter(passed.values())).keys
-    if asked is not None and asked.ratio is None: asked.ratio = as_ratio(asked.energy_budget, tables[next(iter(tables))][-1], int(keys.max()), asked.n_new, asked.num_beams)
+    if asked is not None and asked.ratio is None:
+        asked.ratio = as_ratio(asked.energy_budget, tables[next(iter(tables))][-1], int(keys.max()), asked.n_new, asked.num_beams)
+        floor = max(costs.floor() for t in tables.values() for costs in t)
+        if isinstance(asked.energy_budget, Joules) and asked.ratio < floor: raise ValueError(f"energy_budget Joules({asked.energy_budget.joules:g}) is {asked.ratio:.4g} of what this call takes with everything in fp, below the floor {floor:.4g} of what no gate can save; give at least Joules({asked.energy_budget.joules * floor / asked.ratio:.3g})")
     bounds = {n: (asked.ratio if asked is not None else e_max, capacity) for n, (e_max, capacity) in bounds.items()}
     buckets = None if cache is None else cache.buckets
     if buckets is None: buckets = CallBuckets(len(keys), tables, bounds)

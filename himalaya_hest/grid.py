@@ -261,13 +261,14 @@ def told_before(
     workers: int,
 ) -> None:
     "Print what would run, and about how long it takes."
-    total = [0., 0.]
+    total, devices = [0., 0.], set()
     for r, p in runs.items():
         there = run_state(results_dir, r).state == "finished"
-        hours = [0., 0.] if there else next(iter(plan_numbers(make_plan({k: v for k, v in p.items() if k not in ("n_trials", "search")}))["hours"].values()))
+        device, hours = ("", [0., 0.]) if there else next(iter(plan_numbers(make_plan({k: v for k, v in p.items() if k not in ("n_trials", "search")}))["hours"].items()))
+        devices.add(device)
         total = [a + b for a, b in zip(total, hours)]
         print("there already     " if there else f"{60 * hours[0]:5.1f} to {60 * hours[1]:5.1f} min", r, {k: v for k, v in p.items() if k not in ("results_dir", "run_id")})
-    print(f"{len(runs)} runs, {60 * total[0] / workers:.0f} to {60 * total[1] / workers:.0f} minutes with {workers} workers" + (", searches not counted" if any(p.get("n_trials") for p in runs.values()) else ""))
+    print(f"{len(runs)} runs, {60 * total[0] / workers:.0f} to {60 * total[1] / workers:.0f} minutes with {workers} workers on {' and '.join(sorted(devices - {''})) or 'nothing'}" + (", searches not counted" if any(p.get("n_trials") for p in runs.values()) else ""))
 
 # %% ../nbs/47h_grid.ipynb #b4588c73
 def grid_parser(
@@ -304,7 +305,13 @@ def main(
 ) -> int: # exit status: 0 all runs are finished, 1 not, 2 a mistake in what was asked for
     "The command line of a grid."
     args = grid_parser(called).parse_intermixed_args(arguments)
-    if threading.current_thread() is threading.main_thread(): signal.signal(signal.SIGTERM, signal.default_int_handler) # local runs are to be stopped in order
+    main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main_thread else None # local runs are to be stopped in order
+    try: return _command(args, records, called)
+    finally: signal.signal(signal.SIGTERM, before) if main_thread else None
+
+def _command(args, records, called):
+    "What `main` does, once it is clear what was asked for."
     try:
         grid = load_grid(args.grid)
         changes = read_arguments(args.changes + ([f"training.num_processes={args.processes}"] if args.processes > 1 else []))
@@ -312,8 +319,8 @@ def main(
         runs = {r: p for r, p in named_runs(combinations(grid | dict(base=base), args.pairs), args.results_dir).items() if any(fnmatch.fnmatch(r, o) for o in args.only)}
         if not runs: raise ValueError(f"--only {' '.join(args.only)}: none of the grid's runs has such a name")
         if args.status: return _status(runs, args.results_dir, grid["name"])
-        options = GridOptions(args.workers, args.threads, args.processes, args.search_workers, args.cluster, read_arguments(args.slurm), args.timeout_h, args.retries)
         if args.dry_run: told_before(runs, args.results_dir, args.workers); return 0
+        options = GridOptions(args.workers, args.threads, args.processes, args.search_workers, args.cluster, read_arguments(args.slurm), args.timeout_h, args.retries)
         out, command = args.records or records(grid["name"]), " ".join([called, str(args.grid), *args.changes])
         keep = lambda r: write_compact(Path(args.results_dir)/r/"record.json", Path(out), command) if out else None
         states = run_grid(runs, args.results_dir, options, grid["name"], keep, look_s=args.look_s)

@@ -658,14 +658,14 @@ def plan_text(
 def read_arguments(
     arguments: list, # run files, laid over one another, and name=value with dots for nested ones
 ) -> dict: # parameters
-    "The parameters that a command line names."
+    "The parameters that a command line names; nothing behind the = is an empty text, `null` is None."
     import yaml
     out = {}
     for a in arguments:
         name, is_value, value = a.partition("=")
         if not is_value: out |= _read(a)
-        elif "." in name: out.setdefault(name.partition(".")[0], {})[name.partition(".")[2]] = yaml.safe_load(value)
-        else: out[name] = yaml.safe_load(value)
+        elif "." in name: out.setdefault(name.partition(".")[0], {})[name.partition(".")[2]] = yaml.safe_load(value) if value else ""
+        else: out[name] = yaml.safe_load(value) if value else ""
     return out
 
 def _read(path):

@@ -54,6 +54,7 @@ def parse_adapter(
     if method not in adapter_names() or (plus and rest != "ewc"):
         near = difflib.get_close_matches(method, adapter_names(), n=1, cutoff=.3)
         raise ValueError(f"unknown adapter {name!r}" + (f"; did you mean {near[0]!r}?" if near and not (plus and rest != 'ewc') else "") +
+                         " A method of your own needs adapter_module, the module that registers it with PEFT." +
                          f" Expected a method, or a method followed by '+ewc': {', '.join(adapter_names())}")
     if plus and method in NO_EWC: raise ValueError(f"adapter {name!r}: {method} trains other parameters for each task and freezes them, so EWC has nothing to protect there; use {method!r}")
     return method, bool(plus)
@@ -183,7 +184,8 @@ def resolve_adapter_config(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore") # this one is thrown away; the one that is attached says it
-            cls(**out)
+            made = cls(**out)
+        if made.peft_type is None: raise ValueError("it sets no peft_type; set it in __post_init__ to the registered name")
     except (TypeError, ValueError) as e: raise ValueError(f"adapter_config of {adapter!r} is refused by {cls.__name__}: {e}") from e
     return out
 
@@ -201,7 +203,7 @@ def _config_class(method):
     return next(c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items() if _name(k) == method)
 
 # %% ../nbs/40_registry.ipynb #25164c56
-@dataclass
+@dataclass(repr=False)
 class Adapter:
     "An attached adapter and what acts during a stream."
     name: str # as it was asked for
@@ -211,6 +213,7 @@ class Adapter:
     base_names: frozenset = field(default_factory=frozenset) # names of the backbone's own tensors
     @property
     def tuner(self): return self.model.base_model
+    def __repr__(self): return f"Adapter({self.name!r}, {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} parameters in training, hooks: {', '.join(type(h).__name__ for h in self.hooks.hooks) or 'none'})"
     def snapshot(self) -> tuple[dict, dict]: # tensors of the adapter, state of its hooks
         "A copy of all state, for `reset`."
         copied = lambda named: {n: t.detach().clone() for n, t in named.items()}
