@@ -10,7 +10,7 @@ __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'SCORES', 'held_as', 'no_bar', 'lo
            'evaluate_seen', 'evaluate_all', 'sizes_of', 'tell_tasks', 'tell_skipped', 'train_stream',
            'evaluate_backbone', 'final_tasks', 'evaluate_final', 'final_part', 'evaluate_energy', 'energy_summary',
            'write_predictions', 'score_matrix', 'versions', 'code_version', 'device_info', 'world_of',
-           'development_digest', 'task_info', 'peak_memory_mb', 'make_record', 'run_continual']
+           'development_digest', 'task_info', 'peak_memory_mb', 'make_record', 'fetch_data', 'run_continual']
 
 # %% ../nbs/46_continual.ipynb #8af530f7
 import contextlib
@@ -56,7 +56,7 @@ from .mixed_rows import KeptRows, MixedRows, kept_bytes
 from .out_of_memory import telling_memory
 from .peft_bridge import prepare_quantised
 from .parallel import check_same, start_processes, with_processes
-from .plan import make_plan, plan_numbers, plan_text
+from .plan import make_plan, model_config, model_folder, plan_numbers, plan_text
 from .processes import Leading, as_only_process, followed, is_main_process, largest, main_first, num_processes, on_main, tensors_from_main
 from .records import Record
 from .registry import adapter_bytes, adapter_tensors, build_adapter, import_adapter_module, load_adapter_tensors, searched_defaults, serving_bytes
@@ -748,6 +748,19 @@ def _logged(folder):
     finally:
         warnings.showwarning = show
         log.removeHandler(handler); log.setLevel(level); handler.close(); set_random_states(states)
+
+# %% ../nbs/46_continual.ipynb #1358d688
+def fetch_data(
+    config: RunConfig, # resolved
+) -> dict: # task → its rows, as a run reads them
+    "Download and tokenise all rows of a run into its cache."
+    from transformers import AutoTokenizer
+    at = dict(revision=config.model_revision) if config.model_revision else {}
+    try: tokenizer = AutoTokenizer.from_pretrained(model_folder(config.model) or config.model, trust_remote_code=False, **at)
+    except (OSError, ValueError) as e: raise ValueError(not_loaded(config.model, config.model_revision, e)) from e
+    length = min(config.training["max_length"] or 1024, model_config(config.model, config.model_revision).max_position_embeddings)
+    stream = stream_of(config)
+    return load_tasks(config, stream, get_source(config.source, config.data_dir or None, stream.world, config.cache_dir), as_asked(tokenizer, config.chat_template), length)
 
 # %% ../nbs/46_continual.ipynb #7577dee7
 def _hook_names(given, hooks):
