@@ -124,7 +124,7 @@ def report(
     from himalaya_hest.adapter_reports import hest_report, himalaya_report
     from himalaya_hest.gated_shell import GatedModel
     from himalaya_hest.himalaya import HimalayaModel
-    from himalaya_hest.onnx_run import open_run
+    from himalaya_hest.finished_run import open_run
     from himalaya_hest.records import byte_table
     a = _report_parser(called).parse_args(arguments)
     run = open_run(a.run, adapter_module=a.adapter_module)
@@ -189,6 +189,7 @@ def fetch(
     if not model_folder(config.model): print("the backbone: hf download " + config.model + (f" --revision {config.model_revision}" if config.model_revision else "") + ' --include "*.json" "*.safetensors" "*.model"')
     return 0
 
+# %% ../nbs/48d_command_line.ipynb #6c7b8191
 def _plan_parser(called, **further):
     parser = argparse.ArgumentParser(called, **further, description="Steps, tokens, memory, hours and downloads of a run, from a formula. Nothing is loaded, downloaded or written.")
     _run_arguments(parser)
