@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['LISTS', 'SHELLS', 'COMMANDS', 'EXTRAS', 'evaluate', 'search', 'step_clock', 'bench', 'report', 'names', 'run',
-           'fetch', 'plan', 'grid', 'export', 'rerun', 'completion', 'whole_parser', 'help_text', 'main']
+           'fetch', 'plan', 'completion', 'whole_parser', 'help_text', 'main']
 
 # %% ../nbs/48d_command_line.ipynb #42b6d6ca
 import argparse
 import difflib
+import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -154,11 +156,18 @@ def names(
 def _run_arguments(parser):
     parser.add_argument("given", nargs="*", metavar="FILE or NAME=VALUE", help="run files, laid over one another, then single parameters, nested ones with a dot: training.learning_rate=0.001")
 
-def _run_parser(called, **further):
-    parser = argparse.ArgumentParser(called, **further, description="One run: an adapter learns a stream of tasks. Without arguments HIMALAYA on the mini study, two minutes on a CPU. The same command goes on after a kill.",
-                                     epilog="Every parameter with its meaning: nbs/96_run_files.ipynb. Several processes: torchrun --nproc-per-node N -m himalaya_hest.launch, with the same arguments.")
-    _run_arguments(parser)
-    return parser
+def _parser_of_runs(description, epilog=None):
+    "The maker of a parser for run files and parameters."
+    def parser_of(called, **further):
+        parser = argparse.ArgumentParser(called, **further, description=description, epilog=epilog)
+        _run_arguments(parser)
+        return parser
+    return parser_of
+
+_run_parser = _parser_of_runs("One run: an adapter learns a stream of tasks. Without arguments HIMALAYA on the mini study, two minutes on a CPU. The same command goes on after a kill.",
+                              "Every parameter with its meaning: nbs/96_run_files.ipynb. Several processes: torchrun --nproc-per-node N -m himalaya_hest.launch, with the same arguments.")
+_fetch_parser = _parser_of_runs("Download and tokenise all rows of a run into its cache_dir, for machines without a network; says how to fetch the backbone. Needs no GPU.")
+_plan_parser = _parser_of_runs("Steps, tokens, memory, hours and downloads of a run, from a formula. Nothing is loaded, downloaded or written.")
 
 def run(
     arguments: list[str], # of the command line
@@ -168,11 +177,6 @@ def run(
     given = _run_parser(called).parse_args(arguments).given
     from himalaya_hest.launch import main
     return main(given)
-
-def _fetch_parser(called, **further):
-    parser = argparse.ArgumentParser(called, **further, description="Download and tokenise all rows of a run into its cache_dir, for machines without a network; says how to fetch the backbone. Needs no GPU.")
-    _run_arguments(parser)
-    return parser
 
 def fetch(
     arguments: list[str], # of the command line
@@ -190,11 +194,6 @@ def fetch(
     return 0
 
 # %% ../nbs/48d_command_line.ipynb #6c7b8191
-def _plan_parser(called, **further):
-    parser = argparse.ArgumentParser(called, **further, description="Steps, tokens, memory, hours and downloads of a run, from a formula. Nothing is loaded, downloaded or written.")
-    _run_arguments(parser)
-    return parser
-
 def plan(
     arguments: list[str], # of the command line
     called: str = "himalaya-hest plan", # how the command was called
@@ -205,41 +204,11 @@ def plan(
     return main(given)
 
 # %% ../nbs/48d_command_line.ipynb #e9147dfd
-def _grid_parser(called, **further):
-    from himalaya_hest.grid import grid_parser
-    return grid_parser(called, **further)
-
-def grid(
-    arguments: list[str], # of the command line
-    called: str = "himalaya-hest grid", # how the command was called
-) -> int: # exit status
-    "The runs of a grid file, as `python -m himalaya_hest.grid` starts them."
-    from himalaya_hest.grid import main
-    return main(arguments, called=called)
-
-def _export_parser(called, **further):
-    from himalaya_hest.onnx_run import export_parser
-    return export_parser(called, **further)
-
-def export(
-    arguments: list[str], # of the command line
-    called: str = "himalaya-hest export", # how the command was called
-) -> int: # exit status
-    "A run as ONNX graphs, as `python -m himalaya_hest.onnx_run` exports it."
-    from himalaya_hest.onnx_run import main
-    return main(arguments, called) or 0
-
-def _rerun_parser(called, **further):
-    from himalaya_hest.rerun import rerun_parser
-    return rerun_parser(called, **further)
-
-def rerun(
-    arguments: list[str], # of the command line
-    called: str = "himalaya-hest rerun", # how the command was called
-) -> int: # exit status
-    "A record again, as `python -m himalaya_hest.rerun` repeats it."
-    from himalaya_hest.rerun import main
-    return main(arguments, called)
+def _of_module(module, parser):
+    "The function and the parser of a command whose module has both, imported when they are called."
+    def main(arguments, called): return importlib.import_module(f"himalaya_hest.{module}").main(arguments, called=called) or 0
+    def parser_of(called, **further): return getattr(importlib.import_module(f"himalaya_hest.{module}"), parser)(called, **further)
+    return main, parser_of
 
 # %% ../nbs/48d_command_line.ipynb #64e4ac5e
 SHELLS = ("bash", "zsh", "tcsh")
@@ -281,10 +250,10 @@ COMMANDS = { # name: (help, function, parser)
     "fetch": ("download and tokenise the rows of a run, for machines without a network", fetch, _fetch_parser),
     "evaluate": ("tables, figures and metrics.json of finished runs, and their comparison", evaluate, _evaluate_parser),
     "search": ("the settings of an adapter, on its development stream", search, _search_parser),
-    "grid": ("many runs, on this machine or on Slurm", grid, _grid_parser),
-    "rerun": ("run again what a record says, and compare", rerun, _rerun_parser),
+    "grid": ("many runs, on this machine or on Slurm", *_of_module("grid", "grid_parser")),
+    "rerun": ("run again what a record says, and compare", *_of_module("rerun", "rerun_parser")),
     "report": ("what the adapter of a run is made of", report, _report_parser),
-    "export": ("the adapter of a run as ONNX graphs", export, _export_parser),
+    "export": ("the adapter of a run as ONNX graphs", *_of_module("onnx_run", "export_parser")),
     "bench": ("bytes, step time and latency of adapters on this machine", bench, _bench_parser),
     "list": ("the names of adapters and streams", names, _list_parser),
     "completion": ("a completion script for bash, zsh or tcsh", completion, _completion_parser),
@@ -313,7 +282,13 @@ def main(
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         print(f"himalaya-hest: there is no command {name!r}" + (f"; did you mean {near[0]!r}?" if near else "") + f" Commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    try: return COMMANDS[name][1](rest)
+    try:
+        code = COMMANDS[name][1](rest, f"himalaya-hest {name}")
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError: # `... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except ModuleNotFoundError as e:
         if (package := (e.name or "").partition(".")[0]) not in EXTRAS: raise
         print(f"himalaya-hest {name}: this needs {package}, which is not installed: pip install 'himalaya_hest[{EXTRAS[package]}]'", file=sys.stderr)
@@ -323,3 +298,7 @@ def main(
         print(f"himalaya-hest {name}: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt: return 130
+
+# %% ../nbs/48d_command_line.ipynb #532ce23a
+#| eval: false
+if __name__ == "__main__": sys.exit(main())

@@ -16,7 +16,7 @@ from .adapter_files import load_adapter
 from .batching import as_asked
 from .config import RunConfig
 from .continual import load_backbone
-from .registry import import_adapter_module
+from .registry import import_adapter_module, need_adapter_module
 
 # %% ../nbs/46d_finished_run.ipynb #5b4482da
 @dataclass
@@ -37,7 +37,7 @@ def open_run(
     if not (folder/"record.json").exists(): raise ValueError(f"{folder} holds no finished run: there is no record.json")
     if not (folder/"adapter").is_dir(): raise ValueError(f"{folder} keeps no adapter: runs of the protocols single and zero_shot have none at their end")
     record = json.loads((folder/"record.json").read_text(encoding="utf-8"))
-    if record["config"].get("adapter_module") and not adapter_module: raise ValueError(f"{folder} was made with an adapter of its own, {record['config']['adapter']!r} of {record['config']['adapter_module']}: say as adapter_module where that module lies here; its code is run")
+    need_adapter_module(str(folder), record["config"], adapter_module)
     import_adapter_module(adapter_module)
     config = RunConfig(**record["config"] | dict(cache_dir=str(cache_dir)))
     backbone, tokenizer, digest = load_backbone(config.model, config.model_revision, "float32", "none")

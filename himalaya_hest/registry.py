@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NO_EWC', 'ADAPTER_DEFAULTS', 'TRAINING_DEFAULTS', 'UNSEARCHED', 'FOUNDING_TRAINING', 'FOUNDING_RIVALS',
            'FOUNDING_EWC', 'USUAL', 'EWC_DEFAULTS', 'SET_BY_RUN', 'adapter_names', 'parse_adapter',
-           'import_adapter_module', 'searched_defaults', 'start_training', 'training_defaults',
+           'import_adapter_module', 'need_adapter_module', 'searched_defaults', 'start_training', 'training_defaults',
            'resolve_adapter_config', 'Adapter', 'build_adapter', 'adapter_tensors', 'load_adapter_tensors',
            'adapter_bytes', 'serving_bytes', 'adapter_table']
 
@@ -76,6 +76,14 @@ def import_adapter_module(
     except ModuleNotFoundError as e: raise ValueError(f"parameter adapter_module = {name!r}: {e}. Give the path of the file, ending in .py, or install the package that has the module") from e
     except OSError as e: raise ValueError(f"parameter adapter_module = {name!r} cannot be read: {e.strerror or e}") from None
     except Exception as e: raise ValueError(f"parameter adapter_module = {name!r}: importing it raised {type(e).__name__}: {e}") from e
+
+def need_adapter_module(
+    made: str, # what was made with one: a run's name or folder
+    config: dict, # of its record
+    adapter_module: str, # that was given here
+) -> None:
+    "`ValueError` where a record names a module of an adapter and the caller names none: where it lies is another thing on each machine, and its code is run."
+    if config.get("adapter_module") and not adapter_module: raise ValueError(f"{made} was made with an adapter of its own, {config['adapter']!r} of {config['adapter_module']}: say with adapter_module (--adapter-module) where that module lies here; its code is run")
 
 def _source_digest(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""

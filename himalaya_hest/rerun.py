@@ -19,7 +19,7 @@ from pathlib import Path
 from .config import RunConfig, told_parameters
 from .continual import run_continual
 from .records import NEEDED, Table
-from .registry import _config_class, parse_adapter, resolve_adapter_config, searched_defaults
+from .registry import _config_class, need_adapter_module, parse_adapter, resolve_adapter_config, searched_defaults
 
 # %% ../nbs/47a_rerun.ipynb #7109eb85
 def commands_in(
@@ -65,7 +65,7 @@ def parameters_of(
     config, known = record["config"], {f.name for f in fields(RunConfig)}
     if config.get("hooks"): raise ValueError(f"{record['run_id']} was driven by the hooks {', '.join(config['hooks'])}, whose code the record does not hold: repeat it with the program that passed them")
     if config.get("allow_code_execution") and not allow_code_execution: raise ValueError(f"{record['run_id']} ran the programs that its model wrote: where the record is one to trust, repeat it with --allow-code-execution")
-    if config.get("adapter_module") and not adapter_module: raise ValueError(f"{record['run_id']} was made with an adapter of its own, {config['adapter']!r} of {config['adapter_module']}: say with --adapter-module where that module lies here; its code is run")
+    need_adapter_module(record["run_id"], config, adapter_module)
     if unknown := sorted(config.keys() - known): raise ValueError(f"{record['run_id']} has the parameters {', '.join(unknown)}, which this version does not know: repeat it with the version of its code_version, {record.get('code_version')}")
     kept = {k: v for k, v in as_it_was(config).items() if k not in PLACES}
     return kept | ({"adapter_module": adapter_module} if adapter_module else {}) | dict(n_trials=0, search={}, tracker="off", wandb_entity="", wandb_project="", results_dir=str(results_dir), cache_dir=str(cache_dir), run_id=f"again-{record['run_id']}")
