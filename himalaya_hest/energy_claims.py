@@ -247,6 +247,7 @@ def verdict_told(
     ours: str = "", # method; empty: that of the verdict
 ) -> str: # Markdown
     "Whether the controller earns its place, against what and by how much."
+    if ours and ours not in e.blocks: raise ValueError(f"no method over blocks is called {ours!r}; there are {', '.join(e.blocks) or 'none'}")
     ours = ours or e.hest
     found, wanted = duels(e, ours), {"int8", *MASKS}
     if not found: return f"Whether the controller earns its place **cannot be told**: HEST over blocks and masks without a controller were not run yet (`{e.command()}`)."

@@ -53,7 +53,7 @@ def _reworded(stream, how, stream_file):
     known = paraphrases(stream_file)
     if missing := [t for t in stream.tasks if how not in known.get(t.instruction, {})]:
         example = f"{json.dumps(missing[0].instruction, ensure_ascii=False)}: {{{', '.join(f'{p}: ...' for p in PARAPHRASED)}}}"
-        raise ValueError(f"instructions = {how!r}: there is no such wording of the instruction of task '{missing[0].name}' and of {len(missing) - 1} others of stream '{stream.name}'; "
+        raise ValueError(f"instructions = {how!r}: there is no such wording of the instruction of task '{missing[0].name}'{' and of %d more' % (len(missing) - 1) if missing[1:] else ''} of stream '{stream.name}'; "
                          f"give them in {_beside(stream_file)}, a line for each instruction such as {example}" + ("" if "/" in str(stream_file) or str(stream_file).endswith((".yaml", ".yml")) else ", beside a copy of the stream's file"))
     return [known[t.instruction][how] for t in stream.tasks]
 

@@ -34,7 +34,7 @@ def _unique(pairs):
     return row
 
 def _json(text, path, line):
-    try: return json.loads(text, object_pairs_hook=_unique)
+    try: return json.loads(text.rstrip(), object_pairs_hook=_unique)
     except json.JSONDecodeError as e: line, why = line + e.lineno - 1, f"{e.msg} at column {e.colno}"
     except LookupError as e: why = e.args[0]
     except RecursionError: why = "nested too deeply"
