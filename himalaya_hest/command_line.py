@@ -130,8 +130,8 @@ def report(
     from himalaya_hest.records import byte_table
     a = _report_parser(called).parse_args(arguments)
     run = open_run(a.run, adapter_module=a.adapter_module)
-    tuner = run.model.base_model
-    print(himalaya_report(run.model) if isinstance(tuner, HimalayaModel) else hest_report(run.model) if isinstance(tuner, GatedModel) else byte_table(run.record))
+    tuner, spent = run.model.base_model, run.record["summary"]
+    print(himalaya_report(run.model) if isinstance(tuner, HimalayaModel) else hest_report(run.model, energy=spent if spent.get("joules_source") else None) if isinstance(tuner, GatedModel) else byte_table(run.record))
     return 0
 
 LISTS = ("adapters", "streams")
