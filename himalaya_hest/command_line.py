@@ -57,6 +57,8 @@ def search(
     from himalaya_hest.search import search as searched, with_setting
     a = _search_parser(called).parse_intermixed_args(arguments)
     config = resolve(dict(n_trials=a.trials) | read_arguments(a.given))
+    if config.dry_run: raise ValueError("dry_run: a search has no plan of its own; `himalaya-hest plan` with the same arguments says what one run takes")
+    if not config.n_trials: raise ValueError(f"--trials {a.trials}, mode {config.mode!r}: no setting would be searched; give --trials a number above 0, and leave out mode=trial")
     found = searched(config, lambda parameters, on_task: run_continual(parameters, quiet=True, on_task=on_task))
     best = resolve(with_setting(config, found["best"]["setting"], n_trials=0, search={}, run_id=""))
     path = Path(config.results_dir)/"search"/f"{found['name']}.yaml"
@@ -94,15 +96,18 @@ def bench(
     "Measure adapters one after another, and print a table."
     import statistics
     import tempfile
+    from himalaya_hest.config import resolve
     from himalaya_hest.continual import run_continual
     from himalaya_hest.plan import read_arguments
     from himalaya_hest.records import Table
     a, rows = _bench_parser(called).parse_intermixed_args(arguments), []
     if min(a.steps, a.pairs) < 2: raise ValueError(f"--steps {a.steps} --pairs {a.pairs}: a median needs two of each at least")
     given = dict(n_tasks=1) | read_arguments(a.given)
+    adapters = a.adapters or ["himalaya", "lora-bank", "lora"]
+    for adapter in adapters: resolve(given | dict(adapter=adapter))
     with tempfile.TemporaryDirectory() as folder:
         given |= dict(training=dict(max_steps=a.steps) | given.get("training", {}), evaluation=dict(max_eval_rows=4, latency_pairs=a.pairs) | given.get("evaluation", {}), results_dir=f"{folder}/runs", cache_dir=f"{folder}/cache")
-        for adapter in a.adapters or ["himalaya", "lora-bank", "lora"]:
+        for adapter in adapters:
             clock = step_clock()
             record = run_continual(given | dict(adapter=adapter, run_id=adapter), quiet=True, hooks=(clock,))
             s, steps = record["summary"], [b - a for a, b in zip(clock.times_s, clock.times_s[1:])]
@@ -280,7 +285,7 @@ def main(
     name, *rest = arguments
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        print(f"himalaya-hest: there is no command {name!r}" + (f"; did you mean {near[0]!r}?" if near else "") + f" Commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(f"himalaya-hest: there is no command {name!r}" + (f"; did you mean {near[0]!r}?" if near else ".") + f" Commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
         code = COMMANDS[name][1](rest, f"himalaya-hest {name}")
@@ -289,7 +294,7 @@ def main(
     except BrokenPipeError: # `... | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except ModuleNotFoundError as e:
+    except ImportError as e:
         if (package := (e.name or "").partition(".")[0]) not in EXTRAS: raise
         print(f"himalaya-hest {name}: this needs {package}, which is not installed: pip install 'himalaya_hest[{EXTRAS[package]}]'", file=sys.stderr)
         return 2

@@ -23,7 +23,7 @@ from .code_execution import check_platform
 from .hest import PRESETS, tabs_e_max
 from .meters import METERS
 from .presets import PARTS, parts_of
-from .registry import EWC_DEFAULTS, import_adapter_module, parse_adapter, resolve_adapter_config, searched_defaults, training_defaults
+from .registry import EWC_DEFAULTS, import_adapter_module, is_from_outside, parse_adapter, resolve_adapter_config, searched_defaults, training_defaults
 from .streaming import STREAMING
 from .tables import Table
 from .tasks import nearest
@@ -212,6 +212,7 @@ class RunConfig(Scaled):
     energy: dict = field(default_factory=dict) # see EnergyParameters
     adapter_config: dict = field(default_factory=dict) # fields of the method's config class
     adapter_module: str = "" # of an adapter of one's own: an importable module, or the path of a .py file, that registers it with PEFT; its code is run
+    adapter_source: str = "" # SHA-256 of that module's source, which a run writes here; another one is another run
     ewc: dict = field(default_factory=dict) # see EWCParameters
     training: dict = field(default_factory=dict) # see TrainingParameters
     evaluation: dict = field(default_factory=dict) # see EvaluationParameters
@@ -330,7 +331,7 @@ _STORAGE = ("results_dir", "cache_dir", "run_id", "overwrite", "dry_run", "tabs_
 _IN_NAME = ("adapter", "preset", "stream", "scale", "mode", "seed", "order_seed", "n_tasks")
 
 SILENT = { # parameters that came later than the first records, and the values with which they say nothing
-    "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False, replay_share=.01, instructions="own", study="continual25", e_max=None, tabs_record="", energy={}, adapter_module=""),
+    "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False, replay_share=.01, instructions="own", study="continual25", e_max=None, tabs_record="", energy={}, adapter_module="", adapter_source=""),
     "evaluation": dict(after_tasks=None, final_eval_rows=None, reuse_answers=True, max_development_rows=1000, num_beams=1),
     "training": dict(adam_beta1=.9, adam_beta2=.999, eval_steps=0, early_stopping_patience=3, num_processes=1),
     "energy": dict(latency_batch_sizes=[1]),
@@ -346,6 +347,7 @@ def told_parameters(
 ) -> dict: # without those of SILENT
     "What two runs are compared by."
     heard = lambda values, group: {k: v for k, v in values.items() if k not in SILENT[group] or v != SILENT[group][k]}
+    parameters = {k: v for k, v in parameters.items() if k != "adapter_module"} # where a module lies; what it says is adapter_source
     out = heard(parameters | {k: v for k, v in MIRROR.items() if k in parameters}, "") | ({"replay_share": parameters["replay_share"]} if parameters.get("protocol") == "replay" else {})
     out |= {g: heard(out[g], g) for g in ("evaluation", "training", "energy") if isinstance(out.get(g), dict)}
     return out | ({"training": {k: v for k, v in out["training"].items() if k not in WITHOUT_EFFECT}} if "training" in out else {})
@@ -399,6 +401,15 @@ def _resolve_tasks(cfg):
         cfg.evaluation["after_tasks"] = None if points == evaluation_schedule(n or listed) else points
 
 # %% ../nbs/41_config.ipynb #7d7fd27d
+def _resolve_adapter(cfg):
+    "The method and whether EWC stands beside it; its module is told only where the method is of it, with the digest of what was imported."
+    digest = import_adapter_module(cfg.adapter_module)
+    method, with_ewc = parse_adapter(cfg.adapter)
+    if not is_from_outside(method): cfg.adapter_module = digest = ""
+    if cfg.adapter_source not in ("", digest): raise ValueError(f"parameter adapter_source: this run was made with another source of adapter {cfg.adapter!r} than {cfg.adapter_module or 'no module'} has now (SHA-256 {cfg.adapter_source[:12]}…, now {digest[:12] or 'none'}…); leave adapter_source out for a run of its own")
+    cfg.adapter_source = digest
+    return method, with_ewc
+
 def resolve(
     parameters: dict, # any of RunConfig's fields
     later: list | None = None, # takes the messages about what has to be there when the run begins, which are errors without it
@@ -406,8 +417,7 @@ def resolve(
     "Check a run's parameters and give each its value; `ValueError` names the parameter, what was expected, and the nearest match."
     cfg = _scaled(_checked(RunConfig, parameters))
     cfg.adapter = cfg.adapter.lower()
-    import_adapter_module(cfg.adapter_module)
-    method, with_ewc = parse_adapter(cfg.adapter)
+    method, with_ewc = _resolve_adapter(cfg)
     _check_protocol(cfg, method, with_ewc)
     cfg.role = cfg.role or ("proposed" if method in ("himalaya", "hest") and cfg.protocol != "zero_shot" else "baseline")
     cfg.source = cfg.source or _stream(cfg.stream).source

@@ -60,7 +60,7 @@ from .parallel import check_same, start_processes, with_processes
 from .plan import make_plan, model_config, model_folder, plan_numbers, plan_text
 from .processes import Leading, as_only_process, followed, is_main_process, largest, main_first, num_processes, on_main, tensors_from_main
 from .records import Record
-from .registry import adapter_bytes, adapter_tensors, build_adapter, import_adapter_module, load_adapter_tensors, searched_defaults, serving_bytes
+from .registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, searched_defaults, serving_bytes
 from .run_lock import locked
 from .search import GivenUp, search, with_setting
 from .sources import DataWarning, cut_counts, digest_of, materialise, split_note, tokenizer_digest, world_digest
@@ -78,7 +78,7 @@ def held_as(
     "How a backbone's tensors are held; `ValueError` where 4 bits are asked for without bitsandbytes."
     kind = dict(auto="auto" if torch.cuda.is_available() else torch.float32, float32=torch.float32, bfloat16=torch.bfloat16)[dtype]
     if quantisation == "none": return dict(dtype=kind)
-    if find_spec("bitsandbytes") is None: raise ValueError("quantisation 'nf4' needs the package bitsandbytes: pip install bitsandbytes, or set quantisation to none")
+    if find_spec("bitsandbytes") is None: raise ValueError("quantisation 'nf4' needs the package bitsandbytes: pip install 'himalaya_hest[nf4]', or set quantisation to none")
     from transformers import BitsAndBytesConfig
     compute = torch.bfloat16 if kind == "auto" else kind
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
@@ -650,12 +650,10 @@ def versions() -> dict: # package → version
         with contextlib.suppress(metadata.PackageNotFoundError): out[n] = metadata.version(n)
     return out
 
-def code_version(
-    adapter_module: str = "", # of a run's configuration
-) -> dict: # package, and git commit where it runs from a clone
-    "The version of this package, with the commit and whether there were uncommitted changes; SHA-256 of the source of an adapter from elsewhere."
+def code_version() -> dict: # package, and git commit where it runs from a clone
+    "The version of this package, with the commit and whether there were uncommitted changes."
     here = Path(himalaya_hest.__file__).parent.parent
-    out = dict(package=himalaya_hest.__version__, git=None, dirty=None) | ({"adapter_module": import_adapter_module(adapter_module)} if adapter_module else {})
+    out = dict(package=himalaya_hest.__version__, git=None, dirty=None)
     if not (here/".git").exists(): return out
     git = lambda *a: subprocess.run(["git", "-C", str(here), *a], capture_output=True, text=True, timeout=20)
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -731,7 +729,7 @@ def make_record(run: ContinualRun) -> dict:
     summary = continual_summary(matrix) | dict(adapter_mb=adapter_mb, serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0., cpu_latency_overhead=overhead,
         wall_s=round(run.wall_s(), 2), peak_memory_mb=round(peak_memory_mb(), 1)) | energy_summary(run)
     return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
-                versions=versions(), device=device_info(run.adapter.model), code_version=code_version(run.config.adapter_module), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
+                versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
                 row_values={n: [v for _, v in p.rows[n]] for n in run.order}, faults=dict(skipped_steps=p.skipped_steps) | faults_of(run), nondeterministic_kernels=kernels_of(run), searched=searched_defaults(c.adapter, c.preset, c.scale)) | final_part(run) | ({"energy": p.energy["details"]} if p.energy else {}) | ({"code_execution": run.sandbox} if run.sandbox else {})
 
 # %% ../nbs/46_continual.ipynb #5e29327b

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .comparison import comparison_charts, comparison_tables, primary_metric
-from .pairs import method_of
+from .pairs import _told_apart, method_of
 from .records import Record, Table, finished_runs, load_record
 from .report import run_charts, run_report
 
@@ -19,7 +19,7 @@ from .report import run_charts, run_report
 class Explorer:
     "Records of several folders, by world."
     records: list[Record] # of any worlds
-    skipped: list[str] = field(default_factory=list) # files that are no records, with the reason
+    skipped: list[str] = field(default_factory=list) # files that are no records, and runs that are there twice, with the reason
 
     def worlds(self) -> dict[str, list[Record]]: # name → records, the most first
         "The records by world."
@@ -29,26 +29,40 @@ class Explorer:
             out.setdefault(f"{world.get('stream') or r['config'].get('stream', 'unknown')} {str(world.get('digest'))[:8]}", []).append(r)
         return dict(sorted(out.items(), key=lambda x: (-len(x[1]), x[0])))
 
+    def __repr__(self): return repr(self.table())
     def _repr_html_(self): return self.table()._repr_html_()
 
 def read_folders(
     folders: str | Path | list, # of runs or of committed records; one, a list, or names with commas between them
 ) -> Explorer:
-    "Read all records of some folders; FileNotFoundError where there are none."
+    "Read all records of some folders, of repeated runs the first; FileNotFoundError where there are none."
     folders = [f.strip() for f in folders.split(",")] if isinstance(folders, str) else [folders] if isinstance(folders, Path) else list(folders)
-    records, skipped = [], []
+    found, skipped = [], []
     for folder, run_id in ((f, r) for f in folders for r in sorted(finished_runs(f))):
-        try: records.append(load_record(folder, run_id))
+        try: found.append((folder, load_record(folder, run_id)))
         except ValueError as e: skipped.append(str(e))
-    if not records: raise FileNotFoundError(f"no records in {', '.join(map(str, folders))}: name folders of runs (runs) or of committed records (nbs/records/main)" + "".join(f"; {s}" for s in skipped))
-    return Explorer(records, skipped)
+    if not found: raise FileNotFoundError(f"no records in {', '.join(map(str, folders))}: name folders of runs (runs) or of committed records (nbs/records/main)" + "".join(f"; {s}" for s in skipped))
+    records, again = _first_of_each(found)
+    return Explorer(records, skipped + again)
+
+def _first_of_each(found): # [(folder, record)]
+    "The records without those whose world, method, settings, seed and order an earlier one has, and a sentence on each that is left out."
+    pair = lambda r: (r["config"].get("seed", 0), r["config"].get("order_seed", 0))
+    groups, seen, out = {}, {}, []
+    for folder, r in found: groups.setdefault(((r.get("world") or {}).get("digest"), method_of(r)), []).append((folder, r))
+    for key, runs in groups.items():
+        records = [r for _, r in runs]
+        for (folder, r), more in zip(runs, _told_apart(records, list(map(pair, records)))):
+            if (first := seen.setdefault((key, more, pair(r)), (folder, r)))[1] is not r: out.append((r, f"{folder}: {r['run_id']} is the run {first[1]['run_id']} of {first[0]} again ({key[1]}, seed and order_seed {pair(r)}), and left out"))
+    left = {id(r) for r, _ in out}
+    return [r for _, r in found if id(r) not in left], [told for _, told in out]
 
 # %% ../nbs/45h_explorer.ipynb #af4502e1
 def _table(self,
 ) -> Table: # one row a world
     "The worlds, with the methods and pairs that there are."
     rows = [[name, len(rs), len({method_of(r) for r in rs}), len({(r["config"].get("seed", 0), r["config"].get("order_seed", 0)) for r in rs}), len(rs[0]["tasks"]), rs[0]["config"].get("model")] for name, rs in self.worlds().items()]
-    return Table(f"{len(self.records)} records of {len(rows)} world{'s' * (len(rows) > 1)}" + f"; {len(self.skipped)} files are no records" * bool(self.skipped), ["world", "runs", "methods", "(seed, order) pairs", "tasks", "model"], rows)
+    return Table(f"{len(self.records)} records of {len(rows)} world{'s' * (len(rows) > 1)}" + f"; {len(self.skipped)} left out" * bool(self.skipped), ["world", "runs", "methods", "(seed, order) pairs", "tasks", "model"], rows)
 
 def _choose(self,
     world: str = "", # its name, or the beginning of it; empty: the one with the most records
@@ -83,7 +97,7 @@ def shown_of(
 def browse(
     explorer: Explorer,
     world: str = "", # chosen at first; empty: the one with the most records
-): # an ipywidgets.VBox; its attribute `chosen` calls for the records that are chosen now
+): # an ipywidgets.VBox; `chosen()` gives the records that are chosen now, `shown` those whose figures stand below
     "Lists to choose a world and methods from, with the tables and figures of the choice below; needs ipywidgets and a Jupyter front end."
     import ipywidgets as widgets
     from IPython.display import display
@@ -94,10 +108,15 @@ def browse(
     out, box = widgets.Output(), widgets.VBox([])
     def chosen(): return explorer.choose(at.value, list(methods.value))
     def show(change=None):
+        box.shown = chosen()
         out.clear_output(wait=True)
-        with out: display(*shown_of(chosen()))
+        with out: display(*shown_of(box.shown))
     def other(change):
+        methods.unobserve(show, "value")
         methods.options = explorer.methods(at.value)
+        methods.observe(show, "value")
+        show()
     at.observe(other, "value"); methods.observe(show, "value")
     box.children, box.chosen = [widgets.HBox([at, methods]), out], chosen
+    show()
     return box

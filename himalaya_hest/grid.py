@@ -26,6 +26,7 @@ from .comparison import evaluate_runs
 from .continual import run_continual
 from .grid_runs import RunState, combinations, load_grid, named_runs, read_json, reports_folder, run_state, states_table, write_compact
 from .plan import make_plan, plan_numbers, read_arguments
+from .records import Table
 from .run_lock import RunTaken
 
 # %% ../nbs/47h_grid.ipynb #7cdcf8ba
@@ -82,7 +83,7 @@ def executor_of(
 ): # a submitit executor
     "Where jobs are handed to; `ValueError` without submitit, or for an option that it does not know."
     try: import submitit
-    except ImportError as e: raise ValueError("a grid needs the package submitit: pip install submitit") from e
+    except ImportError as e: raise ValueError("a grid needs the package submitit: pip install 'himalaya_hest[grid]'") from e
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if options.where == "local":
         out = submitit.LocalExecutor(folder)
@@ -329,7 +330,7 @@ def _command(args, records, called):
         return 2
     except KeyboardInterrupt: return 130
     failed = _summary(states, args.results_dir, out)
-    if args.evaluate and not failed: print(*evaluate_runs(args.results_dir, list(runs)), sep="\n\n")
+    if args.evaluate and not failed: print(*(x for x in evaluate_runs(args.results_dir, list(runs)) if isinstance(x, Table)), sep="\n\n")
     return failed
 
 def _status(runs, results_dir, name):

@@ -22,7 +22,9 @@ def main(
     "`python -m himalaya_hest.launch run.yaml [name=value ...]`: run what the files and parameters say; 2 for a mistake in them."
     try:
         record = run_continual(read_arguments(arguments))
-        if is_main_process() and "summary" in record: print(f"\n{record}\n\n{Path(record['config']['results_dir'])/record['run_id']}: record.json, config.yaml, run.log, adapter. `himalaya-hest evaluate {record['config']['results_dir']}` makes figures of it.")
+        if is_main_process() and "summary" in record:
+            folder = Path(record["config"]["results_dir"])/record["run_id"]
+            print(f"\n{record}\n\n{folder}: {', '.join(sorted(p.name for p in folder.iterdir() if not p.name.startswith('.')))}. `himalaya-hest evaluate {folder.parent}` makes figures of it.")
     except ValueError as e:
         if is_main_process(): print(e, file=sys.stderr)
         return 2

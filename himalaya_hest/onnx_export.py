@@ -178,7 +178,7 @@ def export_onnx(
     all_logits: bool = False, # of every token, not of the last
 ) -> dict: # what onnx.json says
     "Write a model's graphs; `ValueError` with the reason for what cannot be exported."
-    if missing := [n for n in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(n) is None]: raise ImportError(f"export_onnx needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    if missing := [n for n in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(n) is None]: raise ImportError(f"export_onnx needs {', '.join(missing)}: pip install 'himalaya_hest[onnx]'", name=missing[0])
     folder, was = Path(folder), model.training
     try:
         pieces = backbone, sites, router = take_apart(model.eval(), packed)

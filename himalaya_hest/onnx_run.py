@@ -14,8 +14,6 @@ from .config import checked_parameters
 from .continual import load_backbone, load_tasks, row_length, stream_of
 from .evaluation import evaluation_batches, generate_batch
 from .finished_run import FinishedRun, open_run
-from .onnx_export import export_onnx
-from .onnx_session import OnnxSession, measure
 from .records import Table
 from .hub import get_source
 
@@ -32,7 +30,7 @@ def run_prompts(
 
 def unequal_answers(
     run: FinishedRun,
-    session: OnnxSession,
+    session, # an OnnxSession
     batches: list[dict],
 ) -> list[tuple[str, str]]: # (PyTorch's text, ONNX Runtime's) where they differ
     "Prompts whose greedy answer is another in ONNX Runtime."
@@ -53,6 +51,8 @@ def export_run(
     int8: bool = False,
 ) -> dict: # "adapter", "bare": folders; "compared", "unequal": numbers of answers
     "Export a run's adapter and its backbone without it; `ValueError` for adapters that have no export."
+    from himalaya_hest.onnx_export import export_onnx # both need the extra onnx, which --help does not
+    from himalaya_hest.onnx_session import OnnxSession
     name = run.config.adapter.split("+")[0]
     out = dict(adapter=Path(folder)/name, bare=Path(folder)/"bare")
     export_onnx(run.model, out["adapter"], packed=packed, int8=int8)
@@ -97,6 +97,7 @@ def onnx_study(
     results_dir: str | Path = "runs", # where the most recent run is looked for
 ) -> Table: # overhead of the adapter, each workload a row
     "Export a run, compare its answers, measure its overhead; `ValueError` for unknown parameters, values of another type, or no run."
+    from himalaya_hest.onnx_session import measure
     checked_parameters(given, _STUDY)
     finished = sorted(Path(results_dir).glob("*/record.json"), key=lambda p: p.stat().st_mtime)
     if not given["run"] and not finished: raise ValueError(f"there is no finished run in {results_dir}: `make continual25` makes one, or give run the folder of one")

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['NO_EWC', 'ADAPTER_DEFAULTS', 'TRAINING_DEFAULTS', 'UNSEARCHED', 'FOUNDING_TRAINING', 'FOUNDING_RIVALS',
            'FOUNDING_EWC', 'USUAL', 'EWC_DEFAULTS', 'SET_BY_RUN', 'adapter_names', 'parse_adapter',
-           'import_adapter_module', 'need_adapter_module', 'searched_defaults', 'start_training', 'training_defaults',
-           'resolve_adapter_config', 'Adapter', 'build_adapter', 'adapter_tensors', 'load_adapter_tensors',
-           'adapter_bytes', 'serving_bytes', 'adapter_table']
+           'import_adapter_module', 'is_from_outside', 'need_adapter_module', 'searched_defaults', 'start_training',
+           'training_defaults', 'resolve_adapter_config', 'Adapter', 'build_adapter', 'adapter_tensors',
+           'load_adapter_tensors', 'adapter_bytes', 'serving_bytes', 'adapter_table']
 
 # %% ../nbs/40_registry.ipynb #6cbe5cf1
 import difflib
@@ -46,6 +46,9 @@ def _name(kind): # a PeftType or a string
     name = str(getattr(kind, "value", kind)).lower()
     return name.replace("_", "-") if getattr(kind, "from_outside", False) else name
 
+def _config_class(method):
+    return next(c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items() if _name(k) == method)
+
 def parse_adapter(
     name: str, # for instance "himalaya", "lora", "lora+ewc"
 ) -> tuple[str, bool]: # (method, with EWC?)
@@ -76,6 +79,12 @@ def import_adapter_module(
     except ModuleNotFoundError as e: raise ValueError(f"parameter adapter_module = {name!r}: {e}. Give the path of the file, ending in .py, or install the package that has the module") from e
     except OSError as e: raise ValueError(f"parameter adapter_module = {name!r} cannot be read: {e.strerror or e}") from None
     except Exception as e: raise ValueError(f"parameter adapter_module = {name!r}: importing it raised {type(e).__name__}: {e}") from e
+
+def is_from_outside(
+    method: str, # as parse_adapter gives it
+) -> bool:
+    "Whether a method is neither PEFT's nor this package's own."
+    return _config_class(method).__module__.partition(".")[0] not in ("peft", "himalaya_hest")
 
 def need_adapter_module(
     made: str, # what was made with one: a run's name or folder
@@ -206,9 +215,6 @@ def _scalar(name, value, annotation):
     if fits and value is not None and (not isinstance(value, fits) or isinstance(value, bool) != (kind == "bool")):
         raise ValueError(f"{name} = {value!r} has type {type(value).__name__}, expected {kind}")
     return value
-
-def _config_class(method):
-    return next(c for k, c in PEFT_TYPE_TO_CONFIG_MAPPING.items() if _name(k) == method)
 
 # %% ../nbs/40_registry.ipynb #25164c56
 @dataclass(repr=False)

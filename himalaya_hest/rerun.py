@@ -67,7 +67,7 @@ def parameters_of(
     if config.get("allow_code_execution") and not allow_code_execution: raise ValueError(f"{record['run_id']} ran the programs that its model wrote: where the record is one to trust, repeat it with --allow-code-execution")
     need_adapter_module(record["run_id"], config, adapter_module)
     if unknown := sorted(config.keys() - known): raise ValueError(f"{record['run_id']} has the parameters {', '.join(unknown)}, which this version does not know: repeat it with the version of its code_version, {record.get('code_version')}")
-    kept = {k: v for k, v in as_it_was(config).items() if k not in PLACES}
+    kept = {k: v for k, v in as_it_was(config).items() if k not in (*PLACES, "adapter_source")} # another source is told beside what differs
     return kept | ({"adapter_module": adapter_module} if adapter_module else {}) | dict(n_trials=0, search={}, tracker="off", wandb_entity="", wandb_project="", results_dir=str(results_dir), cache_dir=str(cache_dir), run_id=f"again-{record['run_id']}")
 
 def changed_parameters(

@@ -55,7 +55,7 @@ def links_in(
     "Where a Markdown text links to; code is left out."
     text = re.sub(r"^(`{3,}|~{3,}).*?^\1", "", text, flags=re.M | re.S)
     text = re.sub(r"(`+)(?!`).*?\1", "", text)
-    return re.findall(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)", text) + re.findall(r"""(?:href|src)=["']([^"']+)""", text)
+    return re.findall(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)", text) + re.findall(r"""(?:href|src)=["']([^"']+)""", text) + re.findall(r"^\s*url:\s*(\S+)", text, flags=re.M)
 
 def leads_nowhere(
     target: str, # of a link
@@ -85,7 +85,7 @@ def broken_links(
     pages = {page_of(p.name) for p in notebooks}
     twice = [f"nbs/{p.name}: {page_of(p.name)} is the page of another notebook too: their names differ only in the number" for p in notebooks if sum(page_of(q.name) == page_of(p.name) for q in notebooks) > 1]
     texts = [(p, t) for p in notebooks for cell in json.loads(p.read_text(encoding="utf-8"))["cells"] for t in _texts(cell)]
-    texts += [(p, p.read_text(encoding="utf-8")) for p in (*sorted(root.glob("*.md")), *sorted(root.glob(".github/**/*.md")))]
+    texts += [(p, p.read_text(encoding="utf-8")) for p in (*sorted(root.glob("*.md")), *sorted(root.glob(".github/**/*.md")), *sorted(root.glob(".github/**/*.yml")))]
     wrong = [f"{p.relative_to(root)}: {t}" for p, text in texts for t in links_in(text) if leads_nowhere(t, p.parent, root, pages)]
     named = [f"{p.relative_to(root)}: {n}" for p, text in texts for n in re.findall(r"(?<![\w/])(?:nbs|bench|himalaya_hest/data)/[\w/.-]*\.(?:ipynb|yaml|py|json)\b", text) if not (root/n).exists()]
     return list(dict.fromkeys(twice + wrong + named))
