@@ -136,9 +136,11 @@ def bounded(core) -> bool:
     return core.dictionary.norm_rescaling and core.parts.strength != "fixed"
 
 # %% ../nbs/45g_adapter_reports.ipynb #10ec4740
+def _kept(adapter, name): return adapter_bytes(adapter) if name == adapter.tuner.active_adapters[0] else adapter.tuner.state_bytes(name)
+
 def _himalaya_bytes(adapter, name, config, core):
     "Parts, largest first, and their sum."
-    kept = adapter_bytes(adapter) if name == adapter.tuner.active_adapters[0] else adapter.tuner.state_bytes(name)
+    kept = _kept(adapter, name)
     serving = packed_bytes(core, serving=True, bits=core.parts.atom_bits)
     total = sum(kept.values())
     rows = [[part, n, serving.get(part, 0), n / total] for part, n in sorted(kept.items(), key=lambda p: (-p[1], p[0]))]
@@ -295,7 +297,7 @@ def _gated_parts(adapter, name, config, core):
     groups = {"controller": "controller.", "thresholds": "gate.", "directions, written": "u.", "directions, read": "v.", "strengths": "s"}
     state = core.state_dict()
     rows = [[part, sum(t.numel() for t in of), sum(t.numel() * t.element_size() for t in of)] for part, start in groups.items() if (of := [t for n, t in state.items() if n.startswith(start)])]
-    kept = adapter_bytes(adapter) if name == adapter.tuner.active_adapters[0] else adapter.tuner.state_bytes(name)
+    kept = _kept(adapter, name)
     rows += [[part, None, n] for part, n in kept.items() if part != "adapter"]
     total, serving = sum(kept.values()), sum(n for part, n in kept.items() if part != "ewc")
     title = f"Parameters and bytes: {total / 1e6:.3f} MB between tasks, {serving / 1e6:.3f} MB to serve; {adapter.tuner.controller_parameters(name):,} numbers decide about the gates"

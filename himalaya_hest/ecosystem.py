@@ -9,7 +9,7 @@ __all__ = ['COLUMNS', 'FAMILIES', 'SHAPES', 'FOUR', 'EIGHT', 'NO_CACHE', 'STATIC
            'check_sampling', 'check_assisted', 'gradients', 'assert_gradients', 'check_checkpointing', 'mean_loss',
            'check_trainer', 'check_compiled', 'NotInstalled', 'quantised', 'check_bits', 'check_saved',
            'check_disabled', 'check_merged', 'pair_of', 'check_several', 'check_mixed_adapters', 'shortened', 'refused',
-           'quiet', 'cell', 'fill', 'note_of', 'versions', 'lowest_pins', 'lowest_of', 'table_of', 'differences',
+           'undisturbed', 'cell', 'fill', 'note_of', 'versions', 'lowest_pins', 'lowest_of', 'table_of', 'differences',
            'failing', 'main']
 
 # %% ../nbs/49a_what_works.ipynb #eco00003
@@ -18,12 +18,10 @@ import configparser
 import contextlib
 import importlib.metadata
 import json
-import logging
 import platform
 import re
 import sys
 import tempfile
-import warnings
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,6 +35,7 @@ from torch import nn
 from .family import ByteTokenizer, backbone_of, drive, heard, logits_of, same, toy_rows
 from .hooks import TaskContext
 from .peft_bridge import prepare_quantised
+from .quiet import quiet
 from .records import Table
 from .registry import Adapter, adapter_tensors, build_adapter, load_adapter_tensors, training_defaults
 from .shell import ShellLayer, tiny_backbone
@@ -349,18 +348,9 @@ def refused(e: Exception) -> bool: # is this the package's own refusal, or PEFT'
     return type(e) in (ValueError, NotImplementedError) and where.startswith(("himalaya_hest.", "peft.")) and where != __name__
 
 @contextlib.contextmanager
-def quiet():
-    "No warnings, log lines and progress bars, and the random numbers as they were."
-    loggers = {n: logging.getLogger(n) for n in ("transformers", "bitsandbytes", "torch._dynamo", "torch._inductor")}
-    levels, bars = {n: log.level for n, log in loggers.items()}, transformers.utils.logging.is_progress_bar_enabled()
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore")
-        for log in loggers.values(): log.setLevel(logging.ERROR)
-        transformers.utils.logging.disable_progress_bar()
-        try: yield
-        finally:
-            for n, log in loggers.items(): log.setLevel(levels[n])
-            if bars: transformers.utils.logging.enable_progress_bar()
+def undisturbed():
+    "Libraries say nothing, and the random numbers are as they were afterwards."
+    with quiet(), torch.random.fork_rng(devices=[]): yield
 
 # %% ../nbs/49a_what_works.ipynb #eco00030
 def cell(
@@ -369,7 +359,7 @@ def cell(
 ) -> str: # yes; no: why; FAILS: what; a remark
     "One cell of the table."
     try:
-        with quiet(): return check(subject) or "yes"
+        with undisturbed(): return check(subject) or "yes"
     except NotInstalled: return "not installed"
     except Exception as e: return f"{'no' if refused(e) else f'FAILS: {type(e).__name__}'}: {shortened(str(e))}"
 

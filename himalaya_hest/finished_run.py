@@ -16,16 +16,19 @@ from .adapter_files import load_adapter
 from .batching import as_asked
 from .config import RunConfig
 from .continual import load_backbone
+from .records import Record
 from .registry import import_adapter_module, need_adapter_module
 
 # %% ../nbs/46d_finished_run.ipynb #5b4482da
-@dataclass
+@dataclass(repr=False)
 class FinishedRun:
     "A run's model as it was at its end."
     model: nn.Module # the PEFT model, in float32, in evaluation
     tokenizer: object
     config: RunConfig
-    record: dict
+    record: Record
+    def __repr__(self): return repr(self.record)
+    def _repr_html_(self): return self.record._repr_html_()
 
 def open_run(
     folder: str | Path, # {results_dir}/{run_id}
@@ -36,9 +39,9 @@ def open_run(
     folder = Path(folder)
     if not (folder/"record.json").exists(): raise ValueError(f"{folder} holds no finished run: there is no record.json")
     if not (folder/"adapter").is_dir(): raise ValueError(f"{folder} keeps no adapter: runs of the protocols single and zero_shot have none at their end")
-    record = json.loads((folder/"record.json").read_text(encoding="utf-8"))
+    record = Record(json.loads((folder/"record.json").read_text(encoding="utf-8")))
     need_adapter_module(str(folder), record["config"], adapter_module)
-    import_adapter_module(adapter_module)
+    if (source := record["config"].get("adapter_source")) and source != (now := import_adapter_module(adapter_module)): raise ValueError(f"{folder} was made with another source of {record['config']['adapter']!r} than {adapter_module} has now (SHA-256 {source[:12]}…, now {now[:12]}…): give the module as it was")
     config = RunConfig(**record["config"] | dict(cache_dir=str(cache_dir)))
     backbone, tokenizer, digest = load_backbone(config.model, config.model_revision, "float32", "none")
     wanted = record["world"]["backbone"]

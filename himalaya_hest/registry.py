@@ -227,7 +227,12 @@ class Adapter:
     base_names: frozenset = field(default_factory=frozenset) # names of the backbone's own tensors
     @property
     def tuner(self): return self.model.base_model
-    def __repr__(self): return f"Adapter({self.name!r}, {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} parameters in training, hooks: {', '.join(type(h).__name__ for h in self.hooks.hooks) or 'none'})"
+    def told(self) -> tuple[int, str]:
+        "Parameters in training, and the classes of the hooks."
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad), ", ".join(type(h).__name__ for h in self.hooks.hooks) or "none"
+    def __repr__(self):
+        trained, hooks = self.told()
+        return f"Adapter({self.name!r}, {trained:,} parameters in training, hooks: {hooks})"
     def snapshot(self) -> tuple[dict, dict]: # tensors of the adapter, state of its hooks
         "A copy of all state, for `reset`."
         copied = lambda named: {n: t.detach().clone() for n, t in named.items()}
@@ -314,10 +319,10 @@ def adapter_table(
     adapter: Adapter,
 ) -> Table: # a row for each part of its state, and their sum
     "Parameters in training, and bytes by part."
-    trained, frozen = (sum(p.numel() for p in adapter.model.parameters() if p.requires_grad == grad) for grad in (True, False))
+    (trained, hooks), every = adapter.told(), sum(p.numel() for p in adapter.model.parameters())
     parts = adapter_bytes(adapter)
     rows = [[part, n, n / 1e6] for part, n in sorted(parts.items(), key=lambda x: -x[1])]
-    title = f"{adapter.name}: {trained:,} parameters in training, {trained / (trained + frozen):.2%} of all; {serving_bytes(adapter) / 1e6:.3f} MB to serve; hooks: {', '.join(type(h).__name__ for h in adapter.hooks.hooks) or 'none'}"
+    title = f"{adapter.name}: {trained:,} parameters in training, {trained / every:.2%} of all; {serving_bytes(adapter) / 1e6:.3f} MB to serve; hooks: {hooks}"
     return Table(title, ["state between tasks", "bytes", "MB"], rows + [["total", sum(parts.values()), sum(parts.values()) / 1e6]])
 
 Adapter._repr_html_ = lambda self: adapter_table(self)._repr_html_()

@@ -569,6 +569,7 @@ def stream_table(
     keep = [k for k in range(len(columns)) if any(row[k] is not None for row in rows)]
     return Table(f"{stream.name}: {len(rows)} task{'s' * (len(rows) > 1)}, {where}", [columns[k] for k in keep], [[row[k] for k in keep] for row in rows])
 
+Stream.__repr__ = lambda self: repr(stream_table(self))
 Stream._repr_html_ = lambda self: stream_table(self)._repr_html_()
 
 # %% ../nbs/06_tasks.ipynb #49bd1f1c
