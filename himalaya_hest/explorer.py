@@ -9,7 +9,7 @@ __all__ = ['Explorer', 'read_folders', 'shown_of', 'browse']
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .comparison import comparison_charts, comparison_tables, primary_metric
+from .comparison import comparison_charts, comparison_tables
 from .pairs import _told_apart, method_of
 from .records import Record, Table, finished_runs, load_record
 from .report import run_charts, run_report
