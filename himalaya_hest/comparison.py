@@ -185,7 +185,8 @@ def retained_bands(
     figure.supylabel("mean score over all tasks seen (share of 1)", fontsize=9)
     legend = dict(zip(*grid.flat[0].get_legend_handles_labels()[::-1]))
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
-    return Chart("retained_accuracy", figure)
+    told = "; ".join(f"{m} {c.mean(0)[0]:.2f} to {c.mean(0)[-1]:.2f} (AUC {c.mean():.3f}, n = {len(c)})" for m, c in curves.items())
+    return Chart("retained_accuracy", figure, f"Retained accuracy over the tasks trained, a panel each method, from the first to the last task: {told}.")
 
 # %% ../nbs/45a_comparison.ipynb #545a27bb
 PANELS = { # primary metric → what is shown, and its axis
@@ -230,7 +231,8 @@ def method_bars(
         axes.set_ylim(len(rows) - .4, -.6)
     legend = dict(zip(*grid[0].get_legend_handles_labels()[::-1]))
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=7.5, frameon=False)
-    return Chart(name, figure)
+    told = lambda key: "; ".join(f"{m} {(np.median if key in MEDIANS else np.mean)(v):.3f}" for m, r, _ in rows if (v := [x for p in r.values() if is_number(x := p["summary"].get(key))]))
+    return Chart(name, figure, "Bars by method. " + " ".join(f"{' '.join(label.split())}: {told(key)}." for key, label in panels.items()))
 
 # %% ../nbs/45a_comparison.ipynb #4d41f8ce
 def pair_chart(
@@ -254,7 +256,8 @@ def pair_chart(
     axes.set_xlabel(f"{label}\nbox: quartiles and median over pairs (n ≥ {FEWEST}); whiskers: smallest and largest; figure: mean", fontsize=8)
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
-    return Chart(f"pairs_{metric}", figure)
+    told = "; ".join(f"{m} {np.mean(v):.3f} ({min(v):.3f} to {max(v):.3f}, n = {len(v)})" for m, v, _ in rows)
+    return Chart(f"pairs_{metric}", figure, f"{label}, every pair by method, mean and range: {told}.")
 
 # %% ../nbs/45a_comparison.ipynb #1800cec1
 def comparison_charts(

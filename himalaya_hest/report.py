@@ -114,7 +114,7 @@ def retained_curve(
     axes.set_ylabel("mean score over all tasks seen\n(share of 1)", fontsize=9)
     axes.set_title(record["run_id"], fontsize=9)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
-    return Chart("retained_accuracy", figure)
+    return Chart("retained_accuracy", figure, f"Retained accuracy of {record['run_id']} over {len(every)} tasks: {curve[0]:.2f} after the first, {curve[-1]:.2f} after the last, AUC {curve.mean():.3f}; dashes mark the score of each task just learned{', a dotted line chance' if None not in chance else ''}.")
 
 # %% ../nbs/45_report.ipynb #c41c4360
 def _write_cells(axes, values, texts, limit, fontsize):
@@ -138,7 +138,8 @@ def score_matrix(
     axes.set_title(f"{record['run_id']}\nscores in hundredths", fontsize=9)
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, shrink=.7, label="score (share of 1)")
-    return Chart("score_matrix", figure)
+    told = [f"{np.nanmin(x):.2f} to {np.nanmax(x):.2f}" for x in (np.diag(R), R[-1])]
+    return Chart("score_matrix", figure, f"Score matrix of {record['run_id']}: {T} tasks have {told[0]} when they are just learned, and {told[1]} after the last task.")
 
 # %% ../nbs/45_report.ipynb #4dd1ed41
 def task_bars(
