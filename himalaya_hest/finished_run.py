@@ -41,7 +41,8 @@ def open_run(
     if not (folder/"adapter").is_dir(): raise ValueError(f"{folder} keeps no adapter: runs of the protocols single and zero_shot have none at their end")
     record = Record(json.loads((folder/"record.json").read_text(encoding="utf-8")))
     need_adapter_module(str(folder), record["config"], adapter_module)
-    if (source := record["config"].get("adapter_source")) and source != (now := import_adapter_module(adapter_module)): raise ValueError(f"{folder} was made with another source of {record['config']['adapter']!r} than {adapter_module} has now (SHA-256 {source[:12]}…, now {now[:12]}…): give the module as it was")
+    source, now = record["config"].get("adapter_source"), import_adapter_module(adapter_module)
+    if source and source != now: raise ValueError(f"{folder} was made with another source of {record['config']['adapter']!r} than {adapter_module} has now (SHA-256 {source[:12]}…, now {now[:12]}…): give the module as it was")
     config = RunConfig(**record["config"] | dict(cache_dir=str(cache_dir)))
     backbone, tokenizer, digest = load_backbone(config.model, config.model_revision, "float32", "none")
     wanted = record["world"]["backbone"]
