@@ -9,7 +9,6 @@ __all__ = ['LISTS', 'SHELLS', 'COMMANDS', 'EXTRAS', 'evaluate', 'search', 'step_
 # %% ../nbs/48d_command_line.ipynb #42b6d6ca
 import argparse
 import difflib
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -209,11 +208,23 @@ def plan(
     return main(given)
 
 # %% ../nbs/48d_command_line.ipynb #e9147dfd
-def _of_module(module, parser):
+def _of_module(imported):
     "The function and the parser of a command whose module has both, imported when they are called."
-    def main(arguments, called): return importlib.import_module(f"himalaya_hest.{module}").main(arguments, called=called) or 0
-    def parser_of(called, **further): return getattr(importlib.import_module(f"himalaya_hest.{module}"), parser)(called, **further)
+    def main(arguments, called): return imported()[0](arguments, called=called) or 0
+    def parser_of(called, **further): return imported()[1](called, **further)
     return main, parser_of
+
+def _grid():
+    from himalaya_hest.grid import grid_parser, main
+    return main, grid_parser
+
+def _rerun():
+    from himalaya_hest.rerun import main, rerun_parser
+    return main, rerun_parser
+
+def _export():
+    from himalaya_hest.onnx_run import export_parser, main
+    return main, export_parser
 
 # %% ../nbs/48d_command_line.ipynb #64e4ac5e
 SHELLS = ("bash", "zsh", "tcsh")
@@ -255,10 +266,10 @@ COMMANDS = { # name: (help, function, parser)
     "fetch": ("download and tokenise the rows of a run, for machines without a network", fetch, _fetch_parser),
     "evaluate": ("tables, figures and metrics.json of finished runs, and their comparison", evaluate, _evaluate_parser),
     "search": ("the settings of an adapter, on its development stream", search, _search_parser),
-    "grid": ("many runs, on this machine or on Slurm", *_of_module("grid", "grid_parser")),
-    "rerun": ("run again what a record says, and compare", *_of_module("rerun", "rerun_parser")),
+    "grid": ("many runs, on this machine or on Slurm", *_of_module(_grid)),
+    "rerun": ("run again what a record says, and compare", *_of_module(_rerun)),
     "report": ("what the adapter of a run is made of", report, _report_parser),
-    "export": ("the adapter of a run as ONNX graphs", *_of_module("onnx_run", "export_parser")),
+    "export": ("the adapter of a run as ONNX graphs", *_of_module(_export)),
     "bench": ("bytes, step time and latency of adapters on this machine", bench, _bench_parser),
     "list": ("the names of adapters and streams", names, _list_parser),
     "completion": ("a completion script for bash, zsh or tcsh", completion, _completion_parser),
