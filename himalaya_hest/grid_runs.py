@@ -74,7 +74,7 @@ def named_runs(
     return out
 
 # %% ../nbs/47g_grid_runs.ipynb #1d35d22a
-KEPT = ("run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device", "code_version", "bytes", "kept_bytes", "dictionary", "row_values", "searched", "tracker")
+KEPT = ("run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device", "code_version", "method_versions", "bytes", "kept_bytes", "dictionary", "row_values", "searched", "tracker")
 OF_TASK = ("name", "kind", "metric", "group", "shared_instruction", "chance", "steps")
 
 def compact(

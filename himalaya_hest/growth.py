@@ -78,7 +78,7 @@ def add_state(core, n_slots):
     shared = parts.train_slots == "all" and parts.router == "mlp"
     if not shared and parts.router == "mlp": core.router.w2.data[:, :2 * n_slots] = 0
     core.register_buffer("owner", torch.full((n_slots,), 0 if shared else -1, dtype=torch.int16))
-    core.register_buffer("usage", torch.zeros(n_slots, dtype=torch.int32)) # sequences of all tasks on which a slot acted in training
+    core.register_buffer("usage", torch.zeros(n_slots, dtype=torch.int32)) # sequences on which a slot acted in training, since it was last free
     core.register_buffer("current", torch.tensor(-1, dtype=torch.int16))
     core.register_buffer("temperature", torch.tensor(1.))
     core.register_buffer("opened", torch.zeros(n_slots, dtype=torch.int64), persistent=False)
@@ -312,7 +312,8 @@ def projector_of(core): return core.projector if core.projector.numel() else tor
 
 @torch.no_grad()
 def free(core, slots):
-    "Give slots back: no owner, no gain, no router columns."
+    "Give slots back: no owner, no gain, no router columns, no usage."
+    core.usage[slots] = 0
     for k in slots.tolist(): drop_([core.dictionary.gain, core.router.w2], core.owner, k)
 
 # %% ../nbs/13_growth.ipynb #b487cbf5
@@ -443,7 +444,9 @@ def make_room(
         allowed = (torch.arange(K, device=core.owner.device) >= kept_free(core)) & (core.owner >= 0)
         new = slot_to_free(policy, core.owner, int(core.current), core.usage, energy, pair_losses(book, core.owner) if policy == "merge" else None, allowed)
         if new.slot < 0: break
-        if new.into >= 0: merge_(book, core.router.w2, core.owner, new.into, new.slot)
+        if new.into >= 0:
+            merge_(book, core.router.w2, core.owner, new.into, new.slot)
+            core.usage[new.into] += core.usage[new.slot]; core.usage[new.slot] = 0
         else: new = new._replace(lost=give_up(core, new.slot, gradients, new.lost))
         warnings.warn(f"to make room for task {name}: {new}")
         freed.append(new)

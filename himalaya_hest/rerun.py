@@ -154,7 +154,7 @@ def compare_records(
 def _explanations(record, again):
     "What else differs between two runs: parameters, versions, code, machine."
     out = [f"parameter {x}" for x in changed_parameters(record, again)]
-    for what in ("versions", "device", "code_version"):
+    for what in ("method_versions", "versions", "device", "code_version"):
         old, new = record.get(what) or {}, again.get(what) or {}
         if changed := [f"{k} {old.get(k)} then, {new.get(k)} now" for k in old | new if old.get(k) != new.get(k)]: out.append(f"{what.replace('_', ' ')}: {', '.join(changed)}")
     return out
