@@ -26,7 +26,6 @@ from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from .dictionary import Site
-from .ewc import sampled_label_loss
 from .fixed_routing import fixed_faults, fixed_route
 from .growth import HimalayaCore, HimalayaHooks, Tapped, optimizer_groups, tapped
 from .packing import check_budget, impossible_numbers, load_packed_file, packed_bytes, snap_slots_, write_packed
@@ -35,7 +34,7 @@ from .presets import PARTS, SIZES, Parts, parts_of, spaces_of
 from .router import fit_router, masked_mean, rarity
 from .shell import widths_of
 from .streaming import make_hooks
-from .target_loss import target_logits, target_loss
+from .target_loss import sampled_label_loss, target_logits, target_loss
 from .unchanged import has_digests, prompt_keys
 
 add_peft_type("HIMALAYA")
