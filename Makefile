@@ -9,7 +9,7 @@ TORCH   ?=
 ADAPTER ?= himalaya
 WORKERS ?= 2
 
-PAGES := nbs/index.ipynb nbs/48a_equations.ipynb nbs/93_claims.ipynb nbs/93a_energy_claims.ipynb nbs/94_results.ipynb nbs/94a_energy_results.ipynb nbs/96_run_files.ipynb nbs/97_costs.ipynb nbs/97a_scale.ipynb nbs/98_ecosystem.ipynb nbs/98a_latency.ipynb nbs/89a_contributing.ipynb nbs/log.ipynb
+PAGES := nbs/index.ipynb nbs/workshop/09_equations.ipynb nbs/93_claims.ipynb nbs/93a_energy_claims.ipynb nbs/94_results.ipynb nbs/94a_energy_results.ipynb nbs/96_run_files.ipynb nbs/97_costs.ipynb nbs/97a_scale.ipynb nbs/98_ecosystem.ipynb nbs/98a_latency.ipynb nbs/89a_contributing.ipynb nbs/log.ipynb
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -39,12 +39,12 @@ test: install
 # one process, last notebook first: shows state that a notebook leaves behind
 test-reverse: install
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -c "import sys; from pathlib import Path; from nbdev.test import test_nb; sys.exit(not all([\
-	  test_nb(p.absolute(), skip_flags=['slow', 'gpu', 'network'], do_print=True)[0] for p in sorted(Path('nbs').glob('*.ipynb'), reverse=True)]))"
+	  test_nb(p.absolute(), skip_flags=['slow', 'gpu', 'network'], do_print=True)[0] for p in sorted(Path('nbs').rglob('*.ipynb'), reverse=True)]))"
 
 readme: install
 	$(BIN)/jupyter nbconvert --log-level WARN --to notebook --execute --inplace $(PAGES)
 	$(BIN)/nbdev_clean
-	$(BIN)/python -m himalaya_hest.readme
+	$(BIN)/python -m himalaya_hest.workshop.readme
 
 prepare: install
 	$(BIN)/nbdev_export

@@ -25,13 +25,13 @@ from int8_products import keep_memory
 from peft import PeftModel
 from transformers.utils.logging import disable_progress_bar
 
-from himalaya_hest.config import resolve
-from himalaya_hest.continual import ContinualRun, final_tasks, load_backbone
-from himalaya_hest.energy_evaluation import latencies_ms
-from himalaya_hest.evaluation import evaluation_batches, greedy
-from himalaya_hest.hooks import HookList
-from himalaya_hest.pairs import method_of
-from himalaya_hest.registry import Adapter
+from himalaya_hest.running.config import resolve
+from himalaya_hest.jobs.run import ContinualRun, final_tasks, load_backbone
+from himalaya_hest.running.energy import latencies_ms
+from himalaya_hest.running.evaluation import evaluation_batches, greedy
+from himalaya_hest.ground.hooks import HookList
+from himalaya_hest.compare.pairs import method_of
+from himalaya_hest.adapters.registry import Adapter
 
 
 def arguments(doc, prompts, out):

@@ -3,13 +3,13 @@
     OMP_NUM_THREADS=1 python bench/block_costs.py
     OMP_NUM_THREADS=1 python bench/block_costs.py --quick --out /tmp/block_costs.json
 
-Stacks of decoder layers of Llama with random weights (as many layers as leave no weights in the processor's cache where a backbone of that width would not), without adapters: `run_block` of 23b_blocks, with a state for each token drawn at random
+Stacks of decoder layers of Llama with random weights (as many layers as leave no weights in the processor's cache where a backbone of that width would not), without adapters: `run_block` of hest/08_blocks, with a state for each token drawn at random
 in exact shares, another draw for each layer and round. Prefill writes an empty cache; decoding is one token a row that sees 256 keys of a cache and itself. Int8 products are calibrated before, and weights are rounded and packed before. All mixes
 are visited in turns, round after round; draws, copies of caches and the first pass of each are not timed; time is process time, the figure of a mix its median over rounds. Freed memory
 stays with the process (int8_products.keep_memory), else new pages for growing caches take more time than products, and by chance. "plain" is the layer's own forward, which is what runs where all tokens are in fp.
 
 Costs of off, int8 and fp are non-negative least squares over the mixes (`meters.calibrate`), in ms for a token and a layer and as shares of fp; `residual` is the largest deviation as a share of the dearest mix. `cost_int8` is the one number of
-`04d_gate_costs` that fits best: modelled cost of each mix, over that of fp, against its measured time over that of fp, least squares. `model_residual` is what remains, the largest deviation as a share of fp.
+`hest/02_gate_costs` that fits best: modelled cost of each mix, over that of fp, against its measured time over that of fp, least squares. `model_residual` is what remains, the largest deviation as a share of fp.
 """
 import argparse
 import copy
@@ -24,10 +24,10 @@ from block_parts import chosen_products, circumstances, clock_of, drawn, llama_c
 from int8_products import keep_memory
 from transformers import DynamicCache
 
-from himalaya_hest.blocks import BlockMatrices, run_block
-from himalaya_hest.gate_costs import CPU_COST_INT8, block_cost
-from himalaya_hest.int8 import calibrate as calibrate_int8
-from himalaya_hest.meters import calibrate
+from himalaya_hest.hest.blocks import BlockMatrices, run_block
+from himalaya_hest.hest.gate_costs import CPU_COST_INT8, block_cost
+from himalaya_hest.hest.int8 import calibrate as calibrate_int8
+from himalaya_hest.measures.energy import calibrate
 
 MIXES = ((0, 0, 1), (0, 1, 0), (1, 0, 0), (.25, .5, .25), (.2, .8, 0), (.4, .6, 0), (.44, 0, .56), (.5, 0, .5), (0, .5, .5), (.5, .25, .25)) # off, int8, fp
 LAYERS = {128: 4, 256: 6, 1024: 6, 2048: 3} # in decoding
@@ -79,7 +79,7 @@ def works(stack, phase, b, n, steps, rng):
 
 
 def modelled(block, shares, keys, c):
-    "What 04d_gate_costs says of mixes, over all in fp."
+    "What hest/02_gate_costs says of mixes, over all in fp."
     cost = [block.in_state(s, c) @ [1., keys] for s in range(3)]
     return np.asarray(shares) @ cost / cost[2]
 

@@ -12,13 +12,13 @@ from peft import get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from himalaya_hest import gated_shell
-from himalaya_hest.blocks import GatedBlocks
-from himalaya_hest.bucket import TokenBuckets
-from himalaya_hest.directions import TokenGates
-from himalaya_hest.gate_costs import PROJECTIONS
-from himalaya_hest.gated_shell import BlockForward
-from himalaya_hest.int8 import machine_name
+from himalaya_hest.hest.tuner import shell as gated_shell
+from himalaya_hest.hest.blocks import GatedBlocks
+from himalaya_hest.hest.bucket import TokenBuckets
+from himalaya_hest.hest.directions import TokenGates
+from himalaya_hest.hest.gate_costs import PROJECTIONS
+from himalaya_hest.hest.shell import BlockForward
+from himalaya_hest.hest.int8 import machine_name
 
 INTERMEDIATE = {128: 344} # of the mini backbone; others 2.75 d
 

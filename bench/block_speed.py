@@ -35,12 +35,12 @@ from block_parts import Given, Parts, attached, chosen_products, circumstances, 
 from int8_products import keep_memory
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from himalaya_hest.bucket_cache import BudgetedCache
-from himalaya_hest.fixed_masks import DepthMaskConfig, Int8Config, RandomMaskConfig
-from himalaya_hest.hest import HestConfig
-from himalaya_hest.int8 import calibrate
-from himalaya_hest.mini_backbone import mini_backbone_dir
-from himalaya_hest.tabs import TabsConfig
+from himalaya_hest.hest.bucket_cache import BudgetedCache
+from himalaya_hest.adapters.masks import DepthMaskConfig, Int8Config, RandomMaskConfig
+from himalaya_hest.hest.tuner import HestConfig
+from himalaya_hest.hest.int8 import calibrate
+from himalaya_hest.streams.backbone import mini_backbone_dir
+from himalaya_hest.adapters.tabs import TabsConfig
 
 PROMPT = 128 # before decoding
 SIZES = {"mini": dict(layers=4, prefill=(256, 1024), new=(64, 64), rounds=9), 256: dict(layers=6, prefill=(256, 1024), new=(64, 32), rounds=7), 1024: dict(layers=6, prefill=(256, 1024), new=(20, 10), rounds=5), 2048: dict(layers=4, prefill=(256, 512), new=(20, 10), rounds=5)} # new tokens at batch 1 and 8

@@ -17,12 +17,12 @@ from answer_time import arguments, runs_of, trained
 from block_parts import circumstances
 from transformers.utils.logging import disable_progress_bar
 
-from himalaya_hest.batching import prompt_row
-from himalaya_hest.bounds import bounds_used
-from himalaya_hest.config import resolve, scope_of
-from himalaya_hest.continual import ContinualRun, final_tasks, load_backbone
-from himalaya_hest.evaluation import evaluation_batches
-from himalaya_hest.pairs import method_of
+from himalaya_hest.streams.batching import prompt_row
+from himalaya_hest.study.bounds import bounds_used
+from himalaya_hest.running.config import resolve, scope_of
+from himalaya_hest.jobs.run import ContinualRun, final_tasks, load_backbone
+from himalaya_hest.running.evaluation import evaluation_batches
+from himalaya_hest.compare.pairs import method_of
 
 WAYS = {"greedy, batch 16": (16, {}), "greedy, one by one": (1, {}), "4 beams, batch 4": (4, dict(num_beams=4)), "prompt lookup": (1, dict(prompt_lookup_num_tokens=4)), "assisted": (1, {})}
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from himalaya_hest.bucket import TokenBuckets
-from himalaya_hest.gate_costs import GateCosts, direction_costs
+from himalaya_hest.hest.bucket import TokenBuckets
+from himalaya_hest.hest.gate_costs import GateCosts, direction_costs
 
 GATES = {"blocks": 31, "directions": 2048}
 

@@ -15,11 +15,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 from transformers.utils import logging
 
-from himalaya_hest.batching import Collator, encode_all, prompt_batches
-from himalaya_hest.mini_backbone import mini_backbone_dir
-from himalaya_hest.mini_world import Dice, mini_rows
-from himalaya_hest.tasks import load_stream
-from himalaya_hest.text_metrics import score
+from himalaya_hest.streams.batching import Collator, encode_all, prompt_batches
+from himalaya_hest.streams.backbone import mini_backbone_dir
+from himalaya_hest.streams.mini_world import Dice, mini_rows
+from himalaya_hest.streams.tasks import load_stream
+from himalaya_hest.measures.text import score
 
 RATES = (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)
 STREAMS = {"main": "mini25", "dev": "mini25_dev"}

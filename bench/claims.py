@@ -43,7 +43,7 @@ ADAPTERS = ("himalaya", "lora-bank", "lora", "lora+ewc", "olora", "gpm-lora", "l
 
 def packed_twin(core):
     "A copy of a core that went through its packed state."
-    from himalaya_hest.packing import load_packed, packed_state, snap_slots_
+    from himalaya_hest.himalaya.packing import load_packed, packed_state, snap_slots_
     twin = copy.deepcopy(core)
     snap_slots_(twin, (twin.owner >= 0).nonzero().squeeze(1), core.parts.atom_bits)
     state = packed_state(twin, bits=core.parts.atom_bits)
@@ -75,7 +75,7 @@ def update_sizes(update, core):
 class Watched:
     "Counts the atoms that the gates open, and keeps the updates, while it is entered."
     def __enter__(self):
-        import himalaya_hest.growth as growth
+        import himalaya_hest.himalaya.growth as growth
         self.open, self.updates, self.module, self.original = [], [], growth, growth.gates_of
         def gates_of(core, logits, training):
             opened, gates = self.original(core, logits, training)
@@ -88,8 +88,8 @@ class Watched:
 
 def at_the_end(run):
     "Every evaluated prompt, answered by the packed adapter: open atoms, tokens of prompt and answer, size of the update."
-    from himalaya_hest.evaluation import evaluation_batches, greedy
-    from himalaya_hest.himalaya import _ROUTED
+    from himalaya_hest.running.evaluation import evaluation_batches, greedy
+    from himalaya_hest.himalaya.tuner import _ROUTED
     core, tuner, seen = run.adapter.tuner.core(), run.adapter.tuner, []
     run.adapter.model.eval()
     handle = tuner._himalaya_layers()[0].base_layer.register_forward_hook(lambda *_: seen.append(_ROUTED.get()["default"]))
@@ -115,9 +115,9 @@ def at_the_end(run):
 def trained(preset, parts, n_tasks, stream, folder):
     "A finished stream, and what was seen of it after every task."
     from accelerate import Accelerator
-    from himalaya_hest.config import resolve
-    from himalaya_hest.continual import ContinualRun, train_stream
-    from himalaya_hest.hooks import StreamHooks
+    from himalaya_hest.running.config import resolve
+    from himalaya_hest.jobs.run import ContinualRun, train_stream
+    from himalaya_hest.ground.hooks import StreamHooks
     points = []
     class Norms(StreamHooks):
         def on_task_end(self, loader): points.append(atom_norms(packed_twin(run.adapter.tuner.core())))
@@ -132,7 +132,7 @@ def trained(preset, parts, n_tasks, stream, folder):
 @functools.cache
 def version():
     "The code that this process began with, whatever is committed while it runs."
-    from himalaya_hest.continual import code_version
+    from himalaya_hest.jobs.run import code_version
     return code_version()
 
 
@@ -164,7 +164,7 @@ def norms(args):
 
 def by_task(run, n_open):
     "Mean open atoms of each task's prompts, in the order trained."
-    from himalaya_hest.evaluation import evaluation_batches
+    from himalaya_hest.running.evaluation import evaluation_batches
     rows = [i for batch in evaluation_batches([run.data[n].evaluation for n in run.order], 64, run.tokenizer) for i, _ in batch["rows"]]
     return [n_open[[k for k, i in enumerate(rows) if i == t]].mean() for t in range(len(run.order))]
 
@@ -179,7 +179,7 @@ def counted(call):
 
 def flops_of(run):
     "Prompts and decoding of the trained mini model, with the adapter and without."
-    from himalaya_hest.batching import Collator
+    from himalaya_hest.streams.batching import Collator
     adapter, out = run.adapter, {}
     collate, prompts = Collator(run.tokenizer, padding_side="left"), [run.data[n].evaluation.prompts[0] for n in run.order]
     def answer(rows, new):
@@ -215,8 +215,8 @@ def adapter_flops(core, tokens, slots):
 
 def large_flops(tokens=(1, 128, 1024), slots=3):
     "At the shapes of Llama-2-7B: the backbone counted on meta tensors, its adapted sites too, the router by the formula that the mini model confirms."
-    from himalaya_hest.large import large_adapter
-    from himalaya_hest.himalaya import _ROUTED
+    from himalaya_hest.compare.large import large_adapter
+    from himalaya_hest.himalaya.tuner import _ROUTED
     tuner = large_adapter(dict(config=dict(adapter="himalaya", preset="default", seed=0))).tuner
     core, out = tuner.core().eval(), {}
     for h in tuner._handles: h.remove() # the router reads values, which meta tensors have not
@@ -244,7 +244,7 @@ def flops(args):
 
 
 ONE = """import json, re, sys
-from himalaya_hest.continual import run_continual
+from himalaya_hest.jobs.run import run_continual
 r = run_continual(json.loads(sys.argv[1]), quiet=True)
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read()) # Linux; ru_maxrss would be the parent's where that is larger
 print(json.dumps(dict(mb=int(peak[1]) / 1e3, state_mb=r["summary"]["adapter_mb"])))"""
@@ -263,7 +263,7 @@ def memory(args):
 
 
 def package(args):
-    from himalaya_hest.equations import METHOD, SHELL, called_by, exercised_lines, method_lines
+    from himalaya_hest.workshop.equations import METHOD, SHELL, called_by, exercised_lines, method_lines
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder, "."], check=True)
         wheel, = Path(folder).glob("*.whl")
@@ -271,7 +271,7 @@ def package(args):
         sources = {n: zipfile.ZipFile(wheel).read(n).decode() for n in names if n.endswith(".py")}
     suffixes = Counter(Path(n).suffix for n in names if ".dist-info" not in n)
     kernels = sorted(n for n, s in sources.items() if re.search(r"cpp_extension|load_inline|import triton|torch\.cuda\.(jit|_compile_kernel)", s))
-    from himalaya_hest.continual import run_continual
+    from himalaya_hest.jobs.run import run_continual
     with tempfile.TemporaryDirectory() as folder:
         few = dict(adapter="himalaya", stream=args.stream, n_tasks=2, training=dict(max_steps=10, max_train_rows=80), evaluation=dict(latency_pairs=2, max_eval_rows=4), results_dir=folder, cache_dir=f"{folder}/cache")
         called = called_by(lambda: run_continual(few, quiet=True))
@@ -290,7 +290,7 @@ def main():
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     if unknown := set(args.parts) - {"norms", "flops", "memory", "package"}: parser.error(f"unknown part {sorted(unknown)[0]!r}: norms, flops, memory or package")
-    from himalaya_hest.continual import versions
+    from himalaya_hest.jobs.run import versions
     version()
     torch.manual_seed(0)
     for part in args.parts:

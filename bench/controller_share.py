@@ -19,10 +19,10 @@ import torch
 from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from himalaya_hest.directions import TokenGates
-from himalaya_hest.energy import forward_cost
-from himalaya_hest.hest import HestConfig
-from himalaya_hest.tabs import TabsConfig
+from himalaya_hest.hest.directions import TokenGates
+from himalaya_hest.hest.costs import forward_cost
+from himalaya_hest.hest.tuner import HestConfig
+from himalaya_hest.adapters.tabs import TabsConfig
 
 LAYERS = {128: 4, 256: 6, 512: 8, 1024: 8, 2048: 8, 4096: 32}
 

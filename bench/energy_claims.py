@@ -3,7 +3,7 @@
     python bench/energy_claims.py            # writes nbs/records/energy_claims.json; some minutes
 
 lines    lines of code without docstrings, comments, blank lines and signatures (equations.method_lines), the PEFT shells apart: of what gates over directions need, and of what gates over blocks need beside it.
-bound    the code cells of nbs/23c_bucket.ipynb in their order, the slow one too, whose counts of sequences and largest use of a bound are kept; a bound that is broken ends it with an error.
+bound    the code cells of nbs/hest/09_bucket.ipynb in their order, the slow one too, whose counts of sequences and largest use of a bound are kept; a bound that is broken ends it with an error.
 """
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from himalaya_hest.equations import method_lines
+from himalaya_hest.workshop.equations import method_lines
 
 DIRECTIONS = ("gates", "controller", "budget", "directions")
 BLOCKS = (*DIRECTIONS, "gate_costs", "int8", "blocks", "bucket", "bucket_cache", "energy_budget")
@@ -38,7 +38,7 @@ def bound(notebook):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--notebook", type=Path, default=Path("nbs/23c_bucket.ipynb"))
+    parser.add_argument("--notebook", type=Path, default=Path("nbs/hest/09_bucket.ipynb"))
     parser.add_argument("--out", type=Path, default=Path("nbs/records/energy_claims.json"))
     args = parser.parse_args()
     start = time.process_time()

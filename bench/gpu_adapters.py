@@ -54,17 +54,17 @@ from torch_overhead import MANY, Tokenizer, rows
 from transformers import StaticCache
 from transformers.models.llama import modeling_llama
 
-from himalaya_hest import growth, himalaya
-from himalaya_hest.checkpoint import write_atomic
-from himalaya_hest.dictionary import Update
-from himalaya_hest.hooks import HookList, TaskContext
-from himalaya_hest.linalg import owm_update
-from himalaya_hest.meters import find_meter, measure_interleaved
-from himalaya_hest.peft_bridge import prepare_quantised
-from himalaya_hest.registry import build_adapter, training_defaults
-from himalaya_hest.router import add_prototype
-from himalaya_hest.training import make_optimizer, model_inputs, train_step
-from himalaya_hest.tuner_shell import PairCore
+from himalaya_hest.himalaya.tuner import growth, tuner as himalaya
+from himalaya_hest.running.checkpoint import write_atomic
+from himalaya_hest.himalaya.dictionary import Update
+from himalaya_hest.ground.hooks import HookList, TaskContext
+from himalaya_hest.ground.linalg import owm_update
+from himalaya_hest.measures.energy import find_meter, measure_interleaved
+from himalaya_hest.bridge.register import prepare_quantised
+from himalaya_hest.adapters.registry import build_adapter, training_defaults
+from himalaya_hest.himalaya.router import add_prototype
+from himalaya_hest.running.training import make_optimizer, model_inputs, train_step
+from himalaya_hest.bridge.tuner_shell import PairCore
 
 TASKS = 25
 ADAPTERS = dict(himalaya={}, lora={}, **{"lora-bank": {}}, lilac=dict(budget_mb=None)) # adapter_config; LILAC's budget counts EWC, which is not here

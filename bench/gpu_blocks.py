@@ -28,12 +28,12 @@ from block_speed import HEST, LIGHT, LIGHTER, TABS, Decode, Prefill, Variant, de
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, Qwen2Config
 
-from himalaya_hest.fixed_masks import Int8Config
-from himalaya_hest.gate_costs import block_cost
-from himalaya_hest.hest import HestConfig
-from himalaya_hest.int8 import calibrate as calibrate_int8
-from himalaya_hest.meters import ReplayMeter, calibrate, find_meter, measure_interleaved
-from himalaya_hest.tabs import TabsConfig
+from himalaya_hest.adapters.masks import Int8Config
+from himalaya_hest.hest.gate_costs import block_cost
+from himalaya_hest.hest.tuner import HestConfig
+from himalaya_hest.hest.int8 import calibrate as calibrate_int8
+from himalaya_hest.measures.energy import ReplayMeter, calibrate, find_meter, measure_interleaved
+from himalaya_hest.adapters.tabs import TabsConfig
 
 BACKBONES = {"llama-2-7b": lambda: LlamaConfig(max_position_embeddings=8192),
              "qwen2.5-7b": lambda: Qwen2Config(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064, max_position_embeddings=8192, use_sliding_window=False)}

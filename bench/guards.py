@@ -17,14 +17,14 @@ import torch
 from accelerate import Accelerator
 
 from block_parts import circumstances
-from himalaya_hest import training
-from himalaya_hest.checkpoint import save_checkpoint, write_atomic
-from himalaya_hest.config import resolve
-from himalaya_hest.continual import ContinualRun
-from himalaya_hest.determinism import deterministic_kernels
-from himalaya_hest.hooks import TaskContext
-from himalaya_hest.pairs import median_interval
-from himalaya_hest.registry import adapter_tensors
+from himalaya_hest.running import training
+from himalaya_hest.running.checkpoint import save_checkpoint, write_atomic
+from himalaya_hest.running.config import resolve
+from himalaya_hest.jobs.run import ContinualRun
+from himalaya_hest.running.determinism import deterministic_kernels
+from himalaya_hest.ground.hooks import TaskContext
+from himalaya_hest.compare.pairs import median_interval
+from himalaya_hest.adapters.registry import adapter_tensors
 
 STEPS = 5
 

@@ -45,7 +45,7 @@ def stream_file(folder):
 
 def learned(idea, seed):
     "Task → score, each task trained alone."
-    from himalaya_hest.continual import run_continual
+    from himalaya_hest.jobs.run import run_continual
     with tempfile.TemporaryDirectory() as folder:
         base = dict(adapter="himalaya", stream=stream_file(folder), protocol="single", seed=seed, results_dir=folder, cache_dir=f"{folder}/cache", evaluation={"latency_pairs": 0})
         record = run_continual(base | IDEAS[idea], quiet=True)

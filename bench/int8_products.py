@@ -1,10 +1,10 @@
-"""Products with a frozen weight: fp32, bfloat16 and the int8 products of himalaya_hest.int8, over shapes and numbers of rows.
+"""Products with a frozen weight: fp32, bfloat16 and the int8 products of himalaya_hest.hest.int8, over shapes and numbers of rows.
 
     python bench/int8_products.py
     python bench/int8_products.py --widths 4096 --rows 1 16 128 2048 --out products_gpu.json   # a GPU
 
 Random numbers, since time does not hang on them. Shapes are square and those of an MLP, d to 2.75 d and back. Every product of one shape and number of rows is visited in turns, round after round, each time for some milliseconds after one call that is not timed; a figure is the median over rounds
-with its quartiles, in microseconds of a call: of process time on a CPU, on a GPU of the wall between synchronisations. `+ rounding` adds the rounding of the activations, which matrices with the same input share; all int8 figures hold the multiplication by both scales. Products that himalaya_hest.int8
+with its quartiles, in microseconds of a call: of process time on a CPU, on a GPU of the wall between synchronisations. `+ rounding` adds the rounding of the activations, which matrices with the same input share; all int8 figures hold the multiplication by both scales. Products that himalaya_hest.hest.int8
 has left out are here to be compared: `int_mm, transposed` (weight kept as (d_in, d_out)), `int8pack` (torch._weight_int8pack_mm, activations and sums in bfloat16; only for widths that are multiples of 64, since torch 2.13 crashes at ones such as 344), `integers in bf16`; on a CPU alone.
 `layers`: the seven products of a Llama block, three of the same input and two of another, without attention and norms. Needs torch alone.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from himalaya_hest.int8 import PRODUCTS, Calibration, Int8Matrix, RoundedWeight, machine_name, quantised, usable, use_calibration
+from himalaya_hest.hest.int8 import PRODUCTS, Calibration, Int8Matrix, RoundedWeight, machine_name, quantised, usable, use_calibration
 
 
 def keep_memory():

@@ -15,8 +15,8 @@ import time
 import numpy as np
 import torch
 
-from himalaya_hest.kdtree import KDTree
-from himalaya_hest.linalg import unit
+from himalaya_hest.himalaya.published.tree import KDTree
+from himalaya_hest.ground.linalg import unit
 
 WIDTH, REPEATS, FANOUTS, BATCHES = 128, 9, (4, 8, 16), (1, 32)
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)

@@ -20,11 +20,11 @@ import torch
 import transformers
 from lm_eval.models.huggingface import HFLM
 
-from himalaya_hest.batching import Collator, encode
-from himalaya_hest.hooks import TaskContext
-from himalaya_hest.mini_backbone import mini_backbone_dir
-from himalaya_hest.registry import build_adapter
-from himalaya_hest.tasks import Example
+from himalaya_hest.streams.batching import Collator, encode
+from himalaya_hest.ground.hooks import TaskContext
+from himalaya_hest.streams.backbone import mini_backbone_dir
+from himalaya_hest.adapters.registry import build_adapter
+from himalaya_hest.streams.tasks import Example
 
 INSTRUCTIONS = ["Say whether the text names a colour.", "Answer with the opposite of what the sentence says about colours."]
 THINGS, COLOURS, ANSWERS = "river stone house lamp paper window garden winter music engine".split(), "red green blue white".split(), ["no", "yes"]

@@ -44,7 +44,7 @@ FORMS = {
 
 def sentences(language, draw, n=2000):
     "Sentences of the mini world's words."
-    from himalaya_hest.mini_world import lexicon
+    from himalaya_hest.streams.mini_world import lexicon
     words, at = lexicon("main"), LANGUAGES.index(language)
     one = lambda kind: (lambda k: k if not at else words[kind][k][at - 1])(draw.choice(sorted(words[kind])))
     return [f"{one('subjects')} {one('verbs')} {one('objects')} {one('adverbs')}, {draw.randrange(10_000)}." for _ in range(n)]
@@ -124,10 +124,10 @@ def parameters(a, adapter):
 
 def data_stage(a):
     "Every split tokenised and every loader read, then the digest of the world."
-    from himalaya_hest.batching import Collator, TaskLoader
-    from himalaya_hest.continual import load_backbone
-    from himalaya_hest.sources import LocalSource, materialise, world_digest
-    from himalaya_hest.tasks import load_stream
+    from himalaya_hest.streams.batching import Collator, TaskLoader
+    from himalaya_hest.jobs.run import load_backbone
+    from himalaya_hest.streams.sources import LocalSource, materialise, world_digest
+    from himalaya_hest.streams.tasks import load_stream
     _, tokenizer, backbone = load_backbone("mini")
     stream, source, points, kept, began = load_stream(a.folder / "stream.yaml"), LocalSource(a.folder / "data"), [], [], time.perf_counter()
     memory()
@@ -149,8 +149,8 @@ def data_stage(a):
 
 def training_stage(a, adapter):
     "The real loop on what the data stage left."
-    from himalaya_hest.continual import run_continual
-    from himalaya_hest.hooks import StreamHooks
+    from himalaya_hest.jobs.run import run_continual
+    from himalaya_hest.ground.hooks import StreamHooks
     points, began = [], time.perf_counter()
 
     class Meter(StreamHooks):

@@ -2,10 +2,10 @@
 
     python bench/onnx_latency.py --widths 128 256 512 1024
     python bench/onnx_latency.py --widths 512 --methods himalaya lora-qv --pairs 30 --out /tmp/onnx.json
-    python bench/onnx_latency.py --widths 512 --keep exports                  # leaves the folders, to be copied to a board; see nbs/47b_onnx_session.ipynb
+    python bench/onnx_latency.py --widths 512 --keep exports                  # leaves the folders, to be copied to a board; see nbs/onnx/02_session.ipynb
 
 Backbones are Llamas with random weights (4 layers; width 128 has the mini backbone's shape). Each adapter has learned --tasks tasks of random rows through the hooks of a stream, as in bench/torch_overhead.py, and is exported by export_onnx; `himalaya-float` and
-`lora-bank-float` keep their vectors unpacked. The measurement is himalaya_hest/onnx_session.py in a process of its own, which imports onnxruntime and numpy alone: rounds in which every export does the same work once, in an order drawn anew; process time.
+`lora-bank-float` keep their vectors unpacked. The measurement is himalaya_hest/onnx/session.py in a process of its own, which imports onnxruntime and numpy alone: rounds in which every export does the same work once, in an order drawn anew; process time.
 """
 import argparse
 import json
@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from block_parts import circumstances
 from torch_overhead import LAYERS, Contestant, backbone
 
-import himalaya_hest.onnx_session
-from himalaya_hest.onnx_export import export_onnx
+import himalaya_hest.onnx.session
+from himalaya_hest.onnx.export import export_onnx
 
 EXPORTS = {"himalaya": ("himalaya", {}), "himalaya-float": ("himalaya", dict(packed=False)), "lora-qv": ("lora-qv", {}), "lora-all": ("lora-all", {}), "lora-bank": ("lora-bank", {}),
            "lora-bank-float": ("lora-bank", dict(packed=False)), "reft": ("reft", {}), "lilac": ("lilac", {}), "bare-again": ("bare", {})}
@@ -42,7 +42,7 @@ def export_all(width, names, a, folder):
 
 def measured(folders, a, out):
     "What onnx_session.py finds, as a board would."
-    command = [sys.executable, himalaya_hest.onnx_session.__file__, *map(str, folders), "--pairs", str(a.pairs), "--threads", *map(str, a.threads), "--tokens", *map(str, a.tokens), "--out", str(out)]
+    command = [sys.executable, himalaya_hest.onnx.session.__file__, *map(str, folders), "--pairs", str(a.pairs), "--threads", *map(str, a.threads), "--tokens", *map(str, a.tokens), "--out", str(out)]
     if subprocess.run(command).returncode: raise SystemExit("the measurement failed")
     return json.loads(out.read_text(encoding="utf-8"))
 

@@ -17,9 +17,9 @@ import numpy as np
 def both(seed, stream, bits):
     "Mean scores of all tasks after the stream, before and after packing."
     from accelerate import Accelerator
-    from himalaya_hest.config import resolve
-    from himalaya_hest.continual import ContinualRun, evaluate_seen, train_stream, versions
-    from himalaya_hest.packing import packed_bytes, snap_slots_
+    from himalaya_hest.running.config import resolve
+    from himalaya_hest.jobs.run import ContinualRun, evaluate_seen, train_stream, versions
+    from himalaya_hest.himalaya.packing import packed_bytes, snap_slots_
     with tempfile.TemporaryDirectory() as folder:
         config = resolve(dict(adapter="himalaya", stream=stream, seed=seed, order_seed=seed, adapter_config={"atom_bits": 32}, results_dir=folder, cache_dir=f"{folder}/cache",
                               evaluation={"latency_pairs": 0}))

@@ -1,4 +1,4 @@
-"""The cost formula of himalaya_hest.plan: measure what it needs, and check it on runs that it has not seen.
+"""The cost formula of himalaya_hest.running.plan: measure what it needs, and check it on runs that it has not seen.
 
     python bench/plan.py calibrate                    # small steps of random models -> himalaya_hest/data/cpu_costs.json
     python bench/plan.py check                        # whole runs, predicted and measured -> nbs/records/plan.json
@@ -35,7 +35,7 @@ KINDS = dict(translation="wmt14", summarisation="xsum", qa="squad_v2", code="cod
 def random_model(folder, width, layers):
     "A random Llama with the shipped tokenizer, which never ends an answer."
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    from himalaya_hest.mini_backbone import mini_backbone_dir
+    from himalaya_hest.streams.backbone import mini_backbone_dir
     tokenizer = AutoTokenizer.from_pretrained(mini_backbone_dir())
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(hidden_size=width, intermediate_size=int(2.6875 * width), num_hidden_layers=layers, num_attention_heads=max(1, width // 32), num_key_value_heads=max(1, width // 32),
@@ -48,7 +48,7 @@ def random_model(folder, width, layers):
 
 def timed_run(parameters):
     "Processor seconds of a run by parts: training (steps), evaluation, rest; the loads, and the tokens that were really generated."
-    import himalaya_hest.continual as c
+    import himalaya_hest.jobs.run as c
     spent, kept = dict(training=0., evaluation=0.), (c.train_task, c.evaluate)
     def clock(part, function, *args, **kw):
         start = time.process_time()
@@ -67,12 +67,12 @@ def parameters(folder, **kw):
 
 def unit_plan(given, **unit):
     "Seconds of a run's parts on a device with the given costs and no others."
-    from himalaya_hest.plan import Device, make_plan, seconds
+    from himalaya_hest.running.plan import Device, make_plan, seconds
     zero = dict(flops=1e30, bandwidth=1e30, layer_s=0., step_s=0., token_s=0., row_s=0., task_s=0., task_steps=0., start_s=0.)
     device = Device("unit", cpu=True, **(zero | unit))
     plan = make_plan({k: v for k, v in given.items() if k != "overwrite"}, on=[device])
     at_most = plan.config.model != "mini" # a random model writes until its cap
-    from himalaya_hest.plan import evaluation_seconds, evaluations
+    from himalaya_hest.running.plan import evaluation_seconds, evaluations
     evaluated = evaluations(plan.config, plan.loads, fresh=plan.of.adapter.keeps_answers)
     return seconds(plan.of, plan.loads, device) | dict(evaluation=evaluation_seconds(plan.of, evaluated, device, at_most)), plan
 
@@ -127,7 +127,7 @@ def calibrate(args):
 
 
 def check(args):
-    from himalaya_hest.plan import cpu_device, evaluation_seconds, evaluations, make_plan, seconds
+    from himalaya_hest.running.plan import cpu_device, evaluation_seconds, evaluations, make_plan, seconds
     points = []
     with tempfile.TemporaryDirectory() as d:
         wide = random_model(d, 512, 4)
@@ -155,7 +155,7 @@ def check(args):
 
 def founding():
     "The founding numbers of study 1 beside the formula's."
-    from himalaya_hest.plan import make_plan
+    from himalaya_hest.running.plan import make_plan
     out = dict(steps_expected=99_000, hours_expected=[25, 40])
     for name, given in (("full", dict(scale="full")), ("full, evaluation batch 4", dict(scale="full", evaluation=dict(per_device_eval_batch_size=4))), ("medium", dict(scale="medium"))):
         p = make_plan(given)
@@ -165,8 +165,8 @@ def founding():
 
 
 def lengths(args):
-    from himalaya_hest.tasks import load_stream
-    from himalaya_hest.hub import get_source
+    from himalaya_hest.streams.tasks import load_stream
+    from himalaya_hest.streams.hub import get_source
     from dataclasses import replace
     source, tasks = get_source("local", str(args.data_dir), None, None), {}
     known = {t.name: t for t in load_stream("continual25").tasks} | {t.name: t for t in load_stream("local25").tasks}

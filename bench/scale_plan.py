@@ -1,4 +1,4 @@
-"""The plan at scale: the formula of himalaya_hest.plan at measured points, the full studies on cards of 24, 80 and 141 GB, at 70 B parameters and at 1 000 tasks, and what breaks first.
+"""The plan at scale: the formula of himalaya_hest.running.plan at measured points, the full studies on cards of 24, 80 and 141 GB, at 70 B parameters and at 1 000 tasks, and what breaks first.
 
     python bench/scale_plan.py                  # all three -> nbs/records/scale_plan.json
     python bench/scale_plan.py check            # bytes by the formula and bytes counted, on small random models
@@ -65,7 +65,7 @@ class Live(TorchDispatchMode):
 
 def own_tensors(model):
     "Parameters, buffers, gradients, and the int8 copies of matrices that gated blocks make beside them."
-    from himalaya_hest.int8 import Int8Matrix
+    from himalaya_hest.hest.int8 import Int8Matrix
     out = [*model.parameters(), *model.buffers(), *[p.grad for p in model.parameters() if p.grad is not None]]
     for block in model.modules():
         matrices = getattr(getattr(block.__dict__.get("forward"), "matrices", None), "int8", {})
@@ -104,11 +104,11 @@ def batch_of(b, n, m, first=0):
 def built(given, shape, dtype, again, b):
     "An adapter on a random backbone, with the first task begun, and what the formula knows of it."
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from himalaya_hest.config import resolve
-    from himalaya_hest.hooks import TaskContext
-    from himalaya_hest.mini_backbone import mini_backbone_dir
-    from himalaya_hest.plan import Backbone, adapter_size, shape_of
-    from himalaya_hest.registry import build_adapter
+    from himalaya_hest.running.config import resolve
+    from himalaya_hest.ground.hooks import TaskContext
+    from himalaya_hest.streams.backbone import mini_backbone_dir
+    from himalaya_hest.running.plan import Backbone, adapter_size, shape_of
+    from himalaya_hest.adapters.registry import build_adapter
     gated = dict(study="cnndm", e_max=.9) if given["adapter"] == "hest" else dict(study="cnndm") if given["adapter"] == "tabs" else {}
     config = resolve(given | gated | dict(dtype=dtype, training=dict(bf16=dtype == "bfloat16", gradient_checkpointing=again, per_device_train_batch_size=b)))
     cfg = model_config(*shape)
@@ -123,8 +123,8 @@ def built(given, shape, dtype, again, b):
 
 def passes(adapter, batch, dtype):
     "What a training forward saves, and what a step holds at most."
-    from himalaya_hest.target_loss import target_logits, target_loss
-    from himalaya_hest.training import model_inputs
+    from himalaya_hest.ground.loss import target_logits, target_loss
+    from himalaya_hest.running.training import model_inputs
     cast = lambda: torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
     def forward():
         with cast(): return target_logits(adapter.model, batch["labels"], **model_inputs(batch, adapter.takes_masks))
@@ -142,7 +142,7 @@ def passes(adapter, batch, dtype):
 
 def activation_points():
     "Saved storages and the largest moment of a step, beside the formula's."
-    from himalaya_hest.plan import held_bytes, training_bytes
+    from himalaya_hest.running.plan import held_bytes, training_bytes
     points = []
     cases = [(name, dict(adapter=name), s, d) for name in PEFT for s in SMALL for d in ("float32", "bfloat16")]
     cases += [(name, given, s, "bfloat16") for name, given in GATED.items() for s in ("grouped keys, narrow MLP", "8 layers, wide MLP", "wide, one long row")]
@@ -160,7 +160,7 @@ def ratio(predicted, measured): return dict(predicted=round(predicted), measured
 
 def logits_points():
     "Where the logits are the largest moment: many targets, a vocabulary of 32 000."
-    from himalaya_hest.plan import training_bytes
+    from himalaya_hest.running.plan import training_bytes
     out = []
     for dtype, m in itertools.product(("float32", "bfloat16"), (32, 96)):
         adapter, of = built(dict(adapter="lora"), ("llama", 128, 2, 4, 4, 344, 32000), dtype, True, 4)
@@ -173,8 +173,8 @@ def logits_points():
 def weight_points():
     "Bytes of loaded weights, in 4 bits with their scales and tables."
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-    from himalaya_hest.config import resolve
-    from himalaya_hest.plan import shape_of, weight_bytes
+    from himalaya_hest.running.config import resolve
+    from himalaya_hest.running.plan import shape_of, weight_bytes
     out = []
     for (at, (shape, *_)), kind in itertools.product(SMALL.items(), ("float32", "bfloat16", "nf4")):
         config = resolve(dict(adapter="lora", dtype="bfloat16" if kind == "nf4" else kind, quantisation="nf4" if kind == "nf4" else "none"))
@@ -196,11 +196,11 @@ def nbytes(t): return t.numel() * t.element_size()
 def state_points():
     "Bytes of the state between tasks, written to a file after real tasks began and ended, beside the count on meta tensors."
     from peft import get_peft_model_state_dict
-    from himalaya_hest.config import resolve
-    from himalaya_hest.hooks import TaskContext
-    from himalaya_hest.plan import adapter_size
-    from himalaya_hest.packing import Fill, packed_bytes, read_packed, write_packed
-    from himalaya_hest.tuner_shell import pack
+    from himalaya_hest.running.config import resolve
+    from himalaya_hest.ground.hooks import TaskContext
+    from himalaya_hest.running.plan import adapter_size
+    from himalaya_hest.himalaya.packing import Fill, packed_bytes, read_packed, write_packed
+    from himalaya_hest.bridge.tuner_shell import pack
     out = []
     for (at, (shape, *_)), (name, tasks) in itertools.product(SMALL.items(), (("himalaya", 12), ("lora-bank", 5), ("lora-bank", 12), ("lilac", 3), ("lora", 3))):
         given = dict(adapter=name) | (dict(adapter_config=dict(n_slots=12, n_features=128, slots_per_task=1)) if name == "himalaya" else {})
@@ -224,8 +224,8 @@ def state_points():
 
 def cache_points():
     "Bytes of a cache after generation, and what a batch of evaluation holds at most."
-    from himalaya_hest.plan import evaluation_bytes
-    from himalaya_hest.training import model_inputs
+    from himalaya_hest.running.plan import evaluation_bytes
+    from himalaya_hest.running.training import model_inputs
     out = []
     cases = [("lora", dict(adapter="lora"), at, beams, dtype) for at in SMALL for beams in (1, 3) for dtype in ("float32", "bfloat16")]
     cases += [(name, given, at, 1, "bfloat16") for name, given in (GATED | dict(himalaya=dict(adapter="himalaya"))).items() for at in ("grouped keys, narrow MLP", "8 layers, wide MLP")]
@@ -246,8 +246,8 @@ def cache_points():
 
 def optimiser_points():
     "Bytes of parameters, gradients, moments and the copies that hooks ask for, after a step."
-    from himalaya_hest.training import make_optimizer, model_inputs
-    from himalaya_hest.target_loss import target_logits, target_loss
+    from himalaya_hest.running.training import make_optimizer, model_inputs
+    from himalaya_hest.ground.loss import target_logits, target_loss
     out = []
     for (at, (shape, *_)), name in itertools.product(SMALL.items(), PEFT):
         adapter, of = built(dict(adapter=name), shape, "float32", False, 2)
@@ -263,7 +263,7 @@ def optimiser_points():
 
 def time_points():
     "The whole runs of plan.json: what was measured there, what was predicted, and what the formula says today."
-    from himalaya_hest.plan import cpu_device, evaluation_seconds, evaluations, make_plan, seconds
+    from himalaya_hest.running.plan import cpu_device, evaluation_seconds, evaluations, make_plan, seconds
     from plan import parameters, random_model
     known, out = json.loads((ROOT/"nbs"/"records"/"plan.json").read_text(encoding="utf-8")), []
     with tempfile.TemporaryDirectory() as d:
@@ -281,8 +281,8 @@ def span(values): return [min(v := list(values)), max(v)]
 
 
 def check():
-    import himalaya_hest.int8
-    himalaya_hest.int8.fastest = lambda *given: "int_mm" # a GPU's product; which is the fastest on a CPU may change from run to run
+    import himalaya_hest.hest.int8
+    himalaya_hest.hest.int8.fastest = lambda *given: "int_mm" # a GPU's product; which is the fastest on a CPU may change from run to run
     out = dict(kind="measured on a CPU", unit="bytes, predicted over measured", activations=activation_points(), logits=logits_points(), weights=weight_points(), state=state_points(), cache=cache_points(), optimiser=optimiser_points(), time=time_points())
     of = lambda rows, key=None: dict(points=len(rows), ratio=span((p[key] if key else p)["ratio"] for p in rows))
     worst = {}
@@ -330,7 +330,7 @@ def settings(config):
 
 def on_card(plan, device, max_length):
     "Whether a run fits, with which settings, in how many hours."
-    from himalaya_hest.plan import memory_parts, seconds
+    from himalaya_hest.running.plan import memory_parts, seconds
     for said, run in settings(plan.config):
         of = replace(plan.of, config=run)
         parts = memory_parts(of, plan.loads, max_length)
@@ -341,7 +341,7 @@ def on_card(plan, device, max_length):
 
 
 def study_points():
-    from himalaya_hest.plan import devices, make_plan, training_bytes
+    from himalaya_hest.running.plan import devices, make_plan, training_bytes
     out = []
     for size in ("7 B", "70 B"):
         for (study, name), given in studies(size).items():
@@ -369,9 +369,9 @@ def kept_slots():
 
 def stream_points():
     "Streams of many tasks: continual25 repeated."
-    from himalaya_hest.config import resolve
-    from himalaya_hest.plan import Backbone, adapter_size, devices, evaluation_seconds, evaluations, make_plan, replay_bytes, seconds, steps_of, trained_loads
-    from himalaya_hest.plan import model_config as known_config
+    from himalaya_hest.running.config import resolve
+    from himalaya_hest.running.plan import Backbone, adapter_size, devices, evaluation_seconds, evaluations, make_plan, replay_bytes, seconds, steps_of, trained_loads
+    from himalaya_hest.running.plan import model_config as known_config
     known, cards, out = known_config(SEVEN), [d for d in devices() if d.name in ("A100 80 GB", "H200 141 GB")], []
     plans = {name: make_plan(dict(scale="full") | given) for name, given in {"himalaya": {}, "lora-bank": dict(adapter="lora-bank"), "lora": dict(adapter="lora"), "lora, 1 % replay": dict(adapter="lora", protocol="replay")}.items()}
     most = max(r["kept_a_task"] for r in kept_slots())
@@ -396,7 +396,7 @@ def stream_points():
 
 
 def scale():
-    from himalaya_hest.plan import CARD_BYTES, READING_SHARE, TRAINING_SHARE
+    from himalaya_hest.running.plan import CARD_BYTES, READING_SHARE, TRAINING_SHARE
     return dict(kind="computed", assumed=dict(training_share=TRAINING_SHARE, reading_share=READING_SHARE, card_gb=CARD_BYTES / 1e9), slots_a_task=2, slots_a_task_measured=kept_slots(), budget_mb=BUDGET_MB, studies=study_points(), streams=stream_points())
 
 
@@ -404,9 +404,9 @@ def scale():
 
 def refusal(**given):
     "The message of what cannot be built on meta tensors, empty where it can."
-    from himalaya_hest.config import resolve
-    from himalaya_hest.plan import adapter_size
-    from himalaya_hest.plan import model_config as known_config
+    from himalaya_hest.running.config import resolve
+    from himalaya_hest.running.plan import adapter_size
+    from himalaya_hest.running.plan import model_config as known_config
     try: adapter_size(resolve(dict(scale="full", quantisation="nf4") | given), known_config(given.get("model", SEVEN)), 25)
     except ValueError as e: return str(e)
     return ""
@@ -422,9 +422,9 @@ def largest(ask, low, high):
 
 def budgets():
     "Which sizes the budget of 2.5 MB refuses, tried on meta tensors."
-    from himalaya_hest.config import resolve
-    from himalaya_hest.plan import adapter_size
-    from himalaya_hest.plan import model_config as known_config
+    from himalaya_hest.running.config import resolve
+    from himalaya_hest.running.plan import adapter_size
+    from himalaya_hest.running.plan import model_config as known_config
     out = {}
     for size, model in (("7 B", SEVEN), ("70 B", SEVENTY)):
         state = lambda **a: adapter_size(resolve(dict(scale="full", model=model, quantisation="nf4", adapter_config=dict(budget_mb=None) | a)), known_config(model), 25).state
@@ -444,8 +444,8 @@ def budgets():
 
 def fills_up():
     "Streams of tasks whose slots are all kept, on a small backbone: after how many tasks nothing is free, and what then happens."
-    from himalaya_hest.growth import free_slots
-    from himalaya_hest.hooks import TaskContext
+    from himalaya_hest.himalaya.growth import free_slots
+    from himalaya_hest.ground.hooks import TaskContext
     out, shape = [], ("llama", 128, 2, 4, 4, 344, 2048)
     for each, policy, tasks in ((3, "refuse", 26), (2, "refuse", 36), (1, "refuse", 68), (2, "evict", 36), (2, "overwrite", 36), (2, "merge", 36)):
         adapter, _ = built(dict(adapter="himalaya", adapter_config=dict(slots_per_task=each, when_full=policy)), shape, "float32", False, 2)
@@ -467,7 +467,7 @@ def fills_up():
 
 def bank_fills(shape):
     "Tasks on a bank until it says that it is full."
-    from himalaya_hest.hooks import TaskContext
+    from himalaya_hest.ground.hooks import TaskContext
     adapter, _ = built(dict(adapter="lora-bank"), shape, "float32", False, 2)
     for i in range(1, 1000):
         loader = [batch_of(2, 64, 1, first=i)]
@@ -478,10 +478,10 @@ def bank_fills(shape):
 
 def projector_room(n_features, width=1024, rows=64, sampled=40):
     "Tasks with instructions and prompts drawn at random, two closed-form keys each, protected one after another: what is left of the feature space, and who answers."
-    from himalaya_hest.dictionary import Site
-    from himalaya_hest.growth import HimalayaCore, free_slots, gates_of, set_key, set_projector
-    from himalaya_hest.linalg import owm_update
-    from himalaya_hest.router import add_prototype
+    from himalaya_hest.himalaya.dictionary import Site
+    from himalaya_hest.himalaya.growth import HimalayaCore, free_slots, gates_of, set_key, set_projector
+    from himalaya_hest.ground.linalg import owm_update
+    from himalaya_hest.himalaya.router import add_prototype
     core, gen = HimalayaCore([Site("o_proj", 8, 8)], width, 2 * max(TASKS), n_features), torch.Generator().manual_seed(0)
     for n in ("mean", "scale"): [getattr(core.router, f"{x}_{n}").fill_(float(n == "scale")) for x in "et"]
     centres, taus = (torch.randn(max(TASKS) + 20, width, generator=gen) for _ in range(2))
@@ -530,10 +530,10 @@ def clocked(run, least=1., most=100):
 
 def growing_parts(K, width=4096, n_sites=2, rows=8):
     "Processor seconds of what grows with the number of slots."
-    from himalaya_hest.dictionary import Site
-    from himalaya_hest.growth import HimalayaCore, HimalayaHooks, finish_step, grow, protect, reopen
-    from himalaya_hest.packing import snap_slots_
-    from himalaya_hest.router import add_prototype
+    from himalaya_hest.himalaya.dictionary import Site
+    from himalaya_hest.himalaya.growth import HimalayaCore, HimalayaHooks, finish_step, grow, protect, reopen
+    from himalaya_hest.himalaya.packing import snap_slots_
+    from himalaya_hest.himalaya.router import add_prototype
     torch.set_num_threads(1)
     core, gen = HimalayaCore([Site(f"layers.{i}.self_attn.o_proj", width, width) for i in range(n_sites)], width, K), torch.Generator().manual_seed(0)
     for n in ("mean", "scale"): [getattr(core.router, f"{x}_{n}").fill_(float(n == "scale")) for x in "et"]
@@ -567,9 +567,9 @@ def growing_parts(K, width=4096, n_sites=2, rows=8):
 
 def spaces():
     "Spaces that the default's slots read and write at 7 B: each has vectors of its own."
-    from himalaya_hest.plan import meta_model
-    from himalaya_hest.plan import model_config as known_config
-    from himalaya_hest.registry import build_adapter
+    from himalaya_hest.running.plan import meta_model
+    from himalaya_hest.running.plan import model_config as known_config
+    from himalaya_hest.adapters.registry import build_adapter
     with torch.device("meta"): book = build_adapter("himalaya", meta_model(known_config(SEVEN))).tuner.core().dictionary
     return len(book.read) + len(book.write)
 

@@ -30,8 +30,8 @@ def write_model(folder, name, changes):
     "A model of that shape with random weights in bfloat16, with the shipped tokenizer."
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from himalaya_hest.mini_backbone import mini_backbone_dir
-    from himalaya_hest.plan import model_config
+    from himalaya_hest.streams.backbone import mini_backbone_dir
+    from himalaya_hest.running.plan import model_config
     config = model_config(name)
     for k, v in dict(changes, bos_token_id=1, eos_token_id=2, pad_token_id=0).items(): setattr(config, k, v)
     torch.manual_seed(0)
@@ -53,7 +53,7 @@ def one(scale, adapter, folder, tokens):
     "Run one exercise in this process and print what it took."
     import torch
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    from himalaya_hest.continual import run_continual
+    from himalaya_hest.jobs.run import run_continual
     folder, quantisation = Path(folder), SCALES[scale][2]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.time()
@@ -69,8 +69,8 @@ def one(scale, adapter, folder, tokens):
 
 def on_meta():
     "What the full shapes say without values."
-    from himalaya_hest.config import resolve
-    from himalaya_hest.plan import adapter_size, model_config, shape_of
+    from himalaya_hest.running.config import resolve
+    from himalaya_hest.running.plan import adapter_size, model_config, shape_of
     out = {}
     for scale in SCALES:
         for adapter in ("himalaya", "lora", "lora-bank"):
@@ -79,7 +79,7 @@ def on_meta():
             out[f"{scale}, {adapter}"] = dict(parameters=shape_of(model_config(config.model)).parameters, trained=size.trained, state_bytes=size.state)
             if adapter == "himalaya":
                 assert size.state < 2.5e6, "HIMALAYA's state between tasks is over its budget"
-                from himalaya_hest.himalaya import HimalayaConfig
+                from himalaya_hest.himalaya.tuner import HimalayaConfig
                 out[f"{scale}, {adapter}"] |= {k: getattr(HimalayaConfig(**{k: v for k, v in config.adapter_config.items()}), k) for k in ("n_slots", "n_features")}
     return out
 

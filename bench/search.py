@@ -28,9 +28,9 @@ def parameters(name, trials, results_dir):
 
 def one(name, trials, results_dir, out):
     "Search one adapter and write its record."
-    from himalaya_hest.config import resolve
-    from himalaya_hest.continual import code_version, run_continual, versions
-    from himalaya_hest.search import dead_parameters, search
+    from himalaya_hest.running.config import resolve
+    from himalaya_hest.jobs.run import code_version, run_continual, versions
+    from himalaya_hest.jobs.search import dead_parameters, search
     config = resolve(parameters(name, trials, results_dir))
     def run(parameters, on_task): return run_continual(parameters, quiet=True, on_task=on_task)
     found = search(config, run)
@@ -43,7 +43,7 @@ def one(name, trials, results_dir, out):
 
 def ship(out):
     "The best settings as the package's defaults."
-    from himalaya_hest.search import best_setting
+    from himalaya_hest.jobs.search import best_setting
     found = {p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(Path(out).glob("*.json"))}
     names = {name.replace(":", "-"): name for name in ADAPTERS}
     shipped = {names[stem]: best_setting(r) for stem, r in found.items() if stem in names}

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from block_parts import circumstances
 from guards import STEPS, interval, stepper
 
-from himalaya_hest import training
-from himalaya_hest.checkpoint import write_atomic
-from himalaya_hest.config import resolve
-from himalaya_hest.parallel import start_processes
-from himalaya_hest.processes import as_only_process, is_main_process, summed
+from himalaya_hest.running import training
+from himalaya_hest.running.checkpoint import write_atomic
+from himalaya_hest.running.config import resolve
+from himalaya_hest.ground.parallel import start_processes
+from himalaya_hest.ground.processes import as_only_process, is_main_process, summed
 
 SEVEN_B = ("lora", "himalaya", "lora-bank", "lilac+ewc")
 
@@ -79,7 +79,7 @@ def exchanged(numbers, rounds=30):
 
 
 def trained(adapter):
-    from himalaya_hest.plan import adapter_size, model_config
+    from himalaya_hest.running.plan import adapter_size, model_config
     config = resolve(dict(adapter=adapter, scale="full", stream="mini25", source="mini"))
     return adapter_size(config, model_config(config.model), 25).trained
 

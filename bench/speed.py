@@ -24,7 +24,7 @@ PARTS = ("load_tasks", "world_of", "run_task", "evaluate_seen", "cpu_latency_ove
 ONE = """
 import json, sys, time
 given, parts = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-from himalaya_hest import continual
+from himalaya_hest.jobs import run as continual
 seconds = dict(imports=time.process_time())
 def timed(name, f):
     def g(*a, **k):

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from block_parts import circumstances
-from himalaya_hest import router as module
-from himalaya_hest.continual import run_continual
+from himalaya_hest.himalaya.tuner import router as module
+from himalaya_hest.jobs.run import run_continual
 
 WHOLE = module.router_features
 

@@ -42,11 +42,11 @@ from int8_products import keep_memory
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from himalaya_hest.checkpoint import write_atomic
-from himalaya_hest.hooks import HookList, TaskContext
-from himalaya_hest.registry import Adapter, build_adapter
-from himalaya_hest.target_loss import target_logits, target_loss
-from himalaya_hest.training import make_optimizer, model_inputs
+from himalaya_hest.running.checkpoint import write_atomic
+from himalaya_hest.ground.hooks import HookList, TaskContext
+from himalaya_hest.adapters.registry import Adapter, build_adapter
+from himalaya_hest.ground.loss import target_logits, target_loss
+from himalaya_hest.running.training import make_optimizer, model_inputs
 
 LAYERS = {128: 4, 256: 4, 512: 4, 1024: 4} # 1 x 128 tokens stay far below half a second on one thread
 VOCABULARY, INSTRUCTION, ANSWER, ROWS, MANY = 2048, 8, 8, 4, 10**6
@@ -167,7 +167,7 @@ def open_slots(contestant, batch):
     tuner = contestant.adapter.model.base_model
     core = tuner.core() if contestant.name in ("himalaya", "lora-bank") else None
     if core is None: return None
-    from himalaya_hest.himalaya import batch_contexts
+    from himalaya_hest.himalaya.tuner import batch_contexts
     update = core.route(*batch_contexts(tuner, tuner.active_adapters[0], batch))
     return 0 if update is None else len(update.slots)
 
