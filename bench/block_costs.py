@@ -8,7 +8,7 @@ in exact shares, another draw for each layer and round. Prefill writes an empty 
 are visited in turns, round after round; draws, copies of caches and the first pass of each are not timed; time is process time, the figure of a mix its median over rounds. Freed memory
 stays with the process (int8_products.keep_memory), else new pages for growing caches take more time than products, and by chance. "plain" is the layer's own forward, which is what runs where all tokens are in fp.
 
-Costs of off, int8 and fp are non-negative least squares over the mixes (`meters.calibrate`), in ms for a token and a layer and as shares of fp; `residual` is the largest deviation as a share of the dearest mix. `cost_int8` is the one number of
+Costs of off, int8 and fp are non-negative least squares over the mixes (`measures.energy.calibrate`), in ms for a token and a layer and as shares of fp; `residual` is the largest deviation as a share of the dearest mix. `cost_int8` is the one number of
 `hest/02_gate_costs` that fits best: modelled cost of each mix, over that of fp, against its measured time over that of fp, least squares. `model_residual` is what remains, the largest deviation as a share of fp.
 """
 import argparse

@@ -12,7 +12,7 @@ from peft import get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from himalaya_hest.hest.tuner import shell as gated_shell
+from himalaya_hest.hest import shell as gated_shell
 from himalaya_hest.hest.blocks import GatedBlocks
 from himalaya_hest.hest.bucket import TokenBuckets
 from himalaya_hest.hest.directions import TokenGates

@@ -9,11 +9,11 @@
 
 Each is meant to end within ten minutes: after seven (--limit-s) it begins no further setting, and a second start of the same command goes on where the first ended. All write nbs/records/gpu_adapters_<device>.json.
 
-Needs the package and what it needs to run, and nvidia-ml-py for Joules. Weights are made on the device in bfloat16; where bitsandbytes can be imported, all is measured again with the blocks in NF4. Adapters are attached as a run attaches them (`registry.build_adapter`, statistics from bytes taken for token ids),
+Needs the package and what it needs to run, and nvidia-ml-py for Joules. Weights are made on the device in bfloat16; where bitsandbytes can be imported, all is measured again with the blocks in NF4. Adapters are attached as a run attaches them (`adapters.registry.build_adapter`, statistics from bytes taken for token ids),
 share the backbone's weights, and have 25 tasks' worth of state, made here: himalaya's 64 slots belong to 25 tasks, with keys and a projector in closed form from prompts of each task and gains that are drawn; the bank has 25 LoRAs; lora (r = 8, q and v, not merged) and lilac have drawn factors. All prompts are of the last
 task, each opens three slots (asserted), and each adapter changes the logits (asserted). `lora-bf16` is the same LoRA with its factors in bfloat16, since PEFT keeps them, and multiplies, in float32; `bare-again` is the bare backbone once more: what a ratio must exceed to mean anything.
 
-training  `training.train_step` with autocast to bfloat16 and gradient checkpointing, as runs at this scale train: forward, backward, clipping, AdamW, hooks. The task is begun as a run begins it (growth window), with fewer rows at once where memory does not hold a batch without checkpoints, and by hand where it holds no row;
+training  `running.training.train_step` with autocast to bfloat16 and gradient checkpointing, as runs at this scale train: forward, backward, clipping, AdamW, hooks. The task is begun as a run begins it (growth window), with fewer rows at once where memory does not hold a batch without checkpoints, and by hand where it holds no row;
           its start, pruning and end are timed once. The learning rate is next to zero, so all steps start alike. Targets for labels: the last quarter of each row.
 prefill   One pass over b prompts of n tokens with a new cache, routing included, asked for the last logits. decode: 64 passes after it with fixed tokens, a DynamicCache (what `generate` uses), the routing of the prefill.
 launch    Passes of decoding on a StaticCache, eager and as a CUDA graph (or, where that fails, under torch.compile(mode="reduce-overhead")): equal kernels without their launches. `host_ms` is when the host has sent a pass, `launches` what the profiler counted in one pass; `launch_part` is the part of the overhead that goes with the launches.
@@ -21,7 +21,7 @@ profile   Medians of three profiles. `device_share`: kernels of an adapter's upd
           the update's share of what binds: the device where it is busy for 80 % of the time or more, else the host. A fused step is wanted where it is above 5 %.
 
 All variants in turns, round after round, wall time between synchronisations; medians with quartiles; ratios are medians over rounds with the 95 % interval of a bootstrap over rounds. A target holds where the upper end of the interval does not exceed its bound. Peak memory is that of the device while the variant runs, backbone and all adapters
-included. Joules: windows of 5 s and more in turns, with cool-down, gross and less the idle power (`meters.measure_interleaved`). What does not fit, fails or was not begun is in `left_out` with its message; the record is written after each setting.
+included. Joules: windows of 5 s and more in turns, with cool-down, gross and less the idle power (`measures.energy.measure_interleaved`). What does not fit, fails or was not begun is in `left_out` with its message; the record is written after each setting.
 """
 import argparse
 import contextlib
@@ -54,7 +54,7 @@ from torch_overhead import MANY, Tokenizer, rows
 from transformers import StaticCache
 from transformers.models.llama import modeling_llama
 
-from himalaya_hest.himalaya.tuner import growth, tuner as himalaya
+from himalaya_hest.himalaya import growth, tuner as himalaya
 from himalaya_hest.running.checkpoint import write_atomic
 from himalaya_hest.himalaya.dictionary import Update
 from himalaya_hest.ground.hooks import HookList, TaskContext

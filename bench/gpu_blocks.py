@@ -7,7 +7,7 @@
 Needs the package and what it needs to run, and nvidia-ml-py for Joules. Weights are made on the device, layer after layer, in bfloat16. Prefill is one pass over b prompts of n tokens, asked for the last logits; decoding 32 passes after it. Variants and how their states are drawn: see block_speed.py (`fp` is
 the bare backbone in bfloat16; all others hold the same weights); and `lora` (PEFT, r = 8, q and v, not merged) and `directions` (HEST in scope directions, off/int8/fp 25/50/25, up to 8,192 tokens). What does not fit into the device's memory is left out, and `left_out` says so.
 
-Latency: all variants in turns, round after round, wall time between synchronisations, medians with quartiles. Joules at the settings of --joules-at: windows of 5 s and more in turns, with cool-down, gross and less the idle power (`meters.measure_interleaved`). Costs of off, int8 and fp: non-negative least
+Latency: all variants in turns, round after round, wall time between synchronisations, medians with quartiles. Joules at the settings of --joules-at: windows of 5 s and more in turns, with cool-down, gross and less the idle power (`measures.energy.measure_interleaved`). Costs of off, int8 and fp: non-negative least
 squares over mixes in two blocks, in time and, with a counter, in Joules (block_costs.py). `expected` holds what a roofline says of Llama-2-7B; `measured` beside it the change from the bare backbone.
 
 The record is written after each setting; a second start with the same --out goes on where the first ended.

@@ -41,7 +41,7 @@ def export_all(width, names, a, folder):
 
 
 def measured(folders, a, out):
-    "What onnx_session.py finds, as a board would."
+    "What session.py finds, as a board would."
     command = [sys.executable, himalaya_hest.onnx.session.__file__, *map(str, folders), "--pairs", str(a.pairs), "--threads", *map(str, a.threads), "--tokens", *map(str, a.tokens), "--out", str(out)]
     if subprocess.run(command).returncode: raise SystemExit("the measurement failed")
     return json.loads(out.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Does it matter how the masked router breaks ties? HIMALAYA with units ranked by whole numbers, equal ones by index (`router.open_units`), and by a float product, whose last bit hangs on batch size and processor.
+"""Does it matter how the masked router breaks ties? HIMALAYA with units ranked by whole numbers, equal ones by index (`himalaya.router.open_units`), and by a float product, whose last bit hangs on batch size and processor.
 
     OMP_NUM_THREADS=1 python bench/ties.py                             # ten (seed, order) pairs on the development world and on the reported one
     OMP_NUM_THREADS=1 python bench/ties.py --streams mini25 --pairs 3 --out /tmp/ties.json
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from block_parts import circumstances
-from himalaya_hest.himalaya.tuner import router as module
+from himalaya_hest.himalaya import router as module
 from himalaya_hest.jobs.run import run_continual
 
 WHOLE = module.router_features

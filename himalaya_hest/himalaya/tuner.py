@@ -52,7 +52,7 @@ class HimalayaTargets(PeftConfig):
 
 @dataclass
 class HimalayaParts(HimalayaTargets):
-    "The parts of the method, see `presets.Parts`. None: the preset's; a value exchanges that part alone."
+    "The parts of the method, see `himalaya.presets.Parts`. None: the preset's; a value exchanges that part alone."
     update: str | None = None # asymmetric or symmetric
     strength: str | None = None # size of ΔW: slots, tanh, fixed
     vector_spaces: str | None = None # a slot's vectors by role or by width

@@ -237,8 +237,8 @@ class Position:
     confusion: dict = field(default_factory=dict) # of the last evaluation, per task with labels
     kept_bytes: list = field(default_factory=list) # per finished task: all that is kept then
     final: dict = field(default_factory=dict) # task → metrics on the rows of the last evaluation
-    answers: dict = field(default_factory=dict) # task → rows of [digest, answer], see `evaluation.generate_answers`
-    rows: dict = field(default_factory=dict) # task → rows of [answer, value] of its last evaluation, see `evaluation.evaluate`
+    answers: dict = field(default_factory=dict) # task → rows of [digest, answer], see `running.evaluation.generate_answers`
+    rows: dict = field(default_factory=dict) # task → rows of [answer, value] of its last evaluation, see `running.evaluation.evaluate`
     energy: dict = field(default_factory=dict) # what answering costs: summary and details, in a study of energy
     skipped_steps: int = 0 # optimiser steps without an update, since loss or gradient was not finite
     skipped_in_a_row: int = 0 # of those, the last ones, also of the task before
@@ -248,7 +248,7 @@ class Position:
     n_checkpoints: int = 0
 
 # %% ../../nbs/jobs/03_run.ipynb #2f70ad31
-def sandbox_found(config: RunConfig) -> dict | None: # see `code_execution.Execution.protections`; None where no program is run
+def sandbox_found(config: RunConfig) -> dict | None: # see `measures.programs.Execution.protections`; None where no program is run
     "Try the sandbox of a run that executes code."
     if not config.allow_code_execution: return None
     found = run_programs([]).protections

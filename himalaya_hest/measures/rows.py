@@ -55,7 +55,7 @@ def row_values(
     metric: str, # a key of METRICS
     predictions: list[str], # generated texts
     references: list[tuple[str, ...]], # acceptable texts of each row
-    labels=None, # as for `text_metrics.score`
+    labels=None, # as for `measures.text.score`
     languages=None, # ISO code of each row
     outcomes=None, # for pass_at_1: how the program of each row ended
 ) -> list[float]: # one a row, to 3 digits

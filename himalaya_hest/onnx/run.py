@@ -112,7 +112,7 @@ def extra_flops(row: dict, kind: str) -> float | None: # prefill or decode; None
     flops = row["flops"]
     return flops[f"{kind}_adapter"] / flops[f"{kind}_bare"] - 1 if f"{kind}_adapter" in flops else None
 
-def overhead_table(title: str, measured: dict) -> Table: # of what `onnx_session.measure` gives
+def overhead_table(title: str, measured: dict) -> Table: # of what `onnx.session.measure` gives
     "One row for each export and workload."
     rows = []
     for name, row in measured.items():

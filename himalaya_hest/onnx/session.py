@@ -256,7 +256,7 @@ def peak_memory_mb(
     threads: int = 1,
 ) -> float: # 10⁶ bytes, of a process that opens the export and answers once
     "The largest resident size of a process of its own."
-    program = ("import json, resource, sys; import numpy as np; sys.path.insert(0, sys.argv[1]); import onnx_session as s\n"
+    program = ("import json, resource, sys; import numpy as np; sys.path.insert(0, sys.argv[1]); import session as s\n"
                "session = s.OnnxSession(sys.argv[2], int(sys.argv[3])); session.generate(np.array(json.loads(sys.argv[4])), max_new_tokens=4, eos_token_id=-1)\n"
                "lines = open('/proc/self/status').read().splitlines() if sys.platform == 'linux' else []\n"
                "peaks = [int(l.split()[1]) for l in lines if l.startswith('VmHWM')] or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]\n" # ru_maxrss begins with the parent's size
@@ -293,7 +293,7 @@ def measure(
 # %% ../../nbs/onnx/02_session.ipynb #94bd962f
 def main(arguments: list[str] | None = None) -> None:
     "Measure exports against the first of them."
-    parser = argparse.ArgumentParser(prog="onnx_session.py", description="Overhead of exported adapters over the bare backbone, in ONNX Runtime. Needs onnxruntime and numpy alone.")
+    parser = argparse.ArgumentParser(prog="session.py", description="Overhead of exported adapters over the bare backbone, in ONNX Runtime. Needs onnxruntime and numpy alone.")
     parser.add_argument("folders", nargs="+", help="exported folders of one backbone, the bare one first")
     parser.add_argument("--tokens", type=int, nargs="+", default=[128], help="lengths of the prompt")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])

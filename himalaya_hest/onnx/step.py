@@ -15,7 +15,7 @@ from ..ground.quant import dequantise_groups
 
 # %% ../../nbs/onnx/01_step.ipynb #d7533892
 class Rows(NamedTuple):
-    "Rows of one width: packed by `quant.quantise_groups`, or floating-point numbers."
+    "Rows of one width: packed by `ground.quant.quantise_groups`, or floating-point numbers."
     values: Tensor # (K, bits, ⌈width/8⌉) uint8 bit planes, or (K, width) float32
     scales: Tensor | None = None # (K, groups) float16 of packed rows
     width: int = 0 # of packed rows

@@ -218,7 +218,7 @@ def latency_parts(
     adapter: Adapter,
     task: EvaluationTask,
     tokenizer,
-    settings: dict, # see `config.EnergyParameters`
+    settings: dict, # see `running.config.EnergyParameters`
 ) -> list[dict]: # one a batch size; empty where nothing is timed
     "Percentiles of the latency at each batch size, as they stand in a record."
     parts = []
@@ -234,7 +234,7 @@ def energy_part(
     task: EvaluationTask, # whose answers are counted
     tokenizer,
     cost: ForwardCost, # of the bare backbone
-    settings: dict, # see `config.EnergyParameters`
+    settings: dict, # see `running.config.EnergyParameters`
     batch_size: int,
     num_beams: int,
     meter: Meter, # source "none": Joules are modelled

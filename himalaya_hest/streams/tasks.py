@@ -175,7 +175,7 @@ class Task:
     instruction: str # plain text, braces are just braces
     prompt: str # template over the columns
     target: str # template, or with `labels` or kind entities the one column `{path}`
-    metric: str # a name in `text_metrics.METRICS`
+    metric: str # a name in `measures.text.METRICS`
     labels: tuple[str, ...] | None = None # label texts (entities: tag names) in order of their numbers
     no_answer: str | None = None # target of a row without an answer or without an entity
     language: str | None = None # template of the row's language code, where rows differ
@@ -203,7 +203,7 @@ class Task:
 # %% ../../nbs/streams/01_tasks.ipynb #7708aec2
 def labels_for_metric(
     task: Task, # the task
-) -> tuple[str, ...] | None: # what `text_metrics.score` takes as `labels`
+) -> tuple[str, ...] | None: # what `measures.text.score` takes as `labels`
     "Label texts, or for questions the word that means that there is no answer."
     if task.kind == "entities": return None
     return task.labels or (None if task.no_answer is None else (task.no_answer,))
