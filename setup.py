@@ -22,7 +22,7 @@ setup(
     url=cfg["git_url"],
     license="Apache-2.0",
     keywords=cfg["keywords"],
-    packages=find_packages(include=["himalaya_hest", "himalaya_hest.*"]),
+    packages=find_packages(include=["himalaya_hest", "himalaya_hest.*"], exclude=["himalaya_hest.study*", "himalaya_hest.workshop*"]), # these judge and check this project
     package_data={"himalaya_hest": ["data/**/*"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),

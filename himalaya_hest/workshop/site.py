@@ -40,7 +40,7 @@ def sidebar(
         return found
     order = lambda title, found: sorted(found, key=lambda n: next(i for i, p in enumerate(dict(SECTIONS)[title].split("|")) if re.match(p, n)))
     contents = ["index.ipynb"] + [dict(section=title, contents=found) for title, pattern in SECTIONS if (found := order(title, take(pattern)))]
-    floors = [dict(section=title, contents=found) for folder, title in FLOORS.items() if (found := take(f"{folder}/"))]
+    floors = take("00_face") + [dict(section=title, contents=found) for folder, title in FLOORS.items() if (found := take(f"{folder}/"))]
     if left: raise ValueError(f"{', '.join(left)}: no section of the sidebar takes this; add it to SECTIONS in nbs/workshop/07_site.ipynb")
     return dict(website=dict(sidebar=dict(contents=contents + [dict(section="API reference", contents=floors)])))
 
