@@ -43,7 +43,7 @@ def load_quoted(
     path: Path | None = None, # another list
 ) -> list[Quoted]:
     "The list; `ValueError` for an entry with other keys."
-    path, out = path or Path(importlib.util.find_spec("himalaya_hest").origin).parent/"data"/"quoted.yaml", []
+    path, out = path or Path(importlib.util.find_spec("himalaya_hest").origin).parent/"study"/"quoted.yaml", []
     for row in yaml.safe_load(path.read_text(encoding="utf-8")):
         keys = {"what", "figure", "source", "pages", "why"}
         if row.keys() - {"here"} != keys: raise ValueError(f"an entry of {path.name} has the keys {', '.join(row)}; expected {', '.join(sorted(keys))}, and here where it was worked out again")

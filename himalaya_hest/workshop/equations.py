@@ -61,7 +61,7 @@ def load_equations(
 ) -> list[Equation]:
     "The rows, in their order; `ValueError` for a row with other keys."
     out = []
-    for part, rows in yaml.safe_load((path or PACKAGE/"data"/"equations.yaml").read_text(encoding="utf-8")).items():
+    for part, rows in yaml.safe_load((path or PACKAGE/"workshop"/"equations.yaml").read_text(encoding="utf-8")).items():
         for row in rows:
             if row.keys() != {"formula", "source", "functions", "notebook"}:
                 raise ValueError(f"a row of {part!r} has the keys {', '.join(row)}; expected formula, source, functions and notebook")

@@ -97,7 +97,7 @@ def broken_links(
     texts = [(p, t) for p in notebooks for cell in json.loads(p.read_text(encoding="utf-8"))["cells"] for t in _texts(cell)]
     texts += [(p, p.read_text(encoding="utf-8")) for p in (*sorted(root.glob("*.md")), *sorted(root.glob(".github/**/*.md")), *sorted(root.glob(".github/**/*.yml")))]
     wrong = [f"{p.relative_to(root)}: {t}" for p, text in texts for t in links_in(text) if leads_nowhere(t, p.parent, root, pages)]
-    named = [f"{p.relative_to(root)}: {n}" for p, text in texts for n in re.findall(r"(?<![\w/])(?:nbs|bench|himalaya_hest/data)/[\w/.-]*\.(?:ipynb|yaml|py|json)\b", text) if not (root/n).exists()]
+    named = [f"{p.relative_to(root)}: {n}" for p, text in texts for n in re.findall(r"(?<![\w/])(?:nbs|bench|himalaya_hest)/[\w/.-]*\.(?:ipynb|yaml|py|json)\b", text) if not (root/n).exists()]
     return list(dict.fromkeys(twice + wrong + named))
 
 # %% ../../nbs/workshop/07_site.ipynb #0c1a5909
