@@ -15,15 +15,37 @@ from pathlib import Path
 
 # %% ../../nbs/cli/01_command_line.ipynb #0b8a7369
 def _evaluate_parser(called, **further):
-    parser = argparse.ArgumentParser(called, **further, description="Tables, figures as PDF and metrics.json of finished runs; of several, their comparison. Nothing is trained.")
-    parser.add_argument("results_dir", nargs="?", default="runs", help="folder of run folders, or of committed records (default: runs)")
-    parser.add_argument("--run-ids", default="", help="names with commas between them; all: every finished run (default: the most recent)")
-    parser.add_argument("--output-dir", default="", help="where files are written (default: beside the runs)")
-    parser.add_argument("--source", default="disk", choices=("disk", "wandb"), help="wandb: the records that runs sent there")
+    parser = argparse.ArgumentParser(
+        called,
+        **further,
+        description="Tables, figures as PDF and metrics.json of finished runs; of several, their "
+        "comparison. Nothing is trained.",
+    )
+    parser.add_argument(
+        "results_dir",
+        nargs="?",
+        default="runs",
+        help="folder of run folders, or of committed records (default: runs)",
+    )
+    parser.add_argument(
+        "--run-ids",
+        default="",
+        help="names with commas between them; all: every finished run (default: the most recent)",
+    )
+    parser.add_argument(
+        "--output-dir", default="", help="where files are written (default: beside the runs)"
+    )
+    parser.add_argument(
+        "--source",
+        default="disk",
+        choices=("disk", "wandb"),
+        help="wandb: the records that runs sent there",
+    )
     parser.add_argument("--wandb-entity", default="", help="user or team (default: the key's own)")
     parser.add_argument("--wandb-project", default="", help="default: himalaya-hest")
     return parser
 
+# %% ../../nbs/cli/01_command_line.ipynb #1836c4d0
 def evaluate(
     arguments: list[str], # of the command line
     called: str = "himalaya-hest evaluate", # how the command was called
@@ -33,17 +55,31 @@ def evaluate(
     from himalaya_hest.measures.records import Table
     from himalaya_hest.jobs.tracking import read_source
     a = _evaluate_parser(called).parse_args(arguments)
-    shown = evaluate_runs(a.results_dir, a.run_ids, read_source(a.source, a.run_ids, a.wandb_entity, a.wandb_project), a.output_dir)
+    shown = evaluate_runs(
+        a.results_dir,
+        a.run_ids,
+        read_source(a.source, a.run_ids, a.wandb_entity, a.wandb_project),
+        a.output_dir,
+    )
     print("", *(x for x in shown if isinstance(x, Table)), sep="\n\n")
     return 0
 
 # %% ../../nbs/cli/01_command_line.ipynb #79a54970
 def _search_parser(called, **further):
-    parser = argparse.ArgumentParser(called, **further, description="Search the settings of an adapter on its development stream, never on the one that is reported. The same command goes on after a kill, and several at once share the trials.")
+    parser = argparse.ArgumentParser(
+        called,
+        **further,
+        description="Search the settings of an adapter on its development stream, never on the one "
+        "that is reported. The same command goes on after a kill, and several at once "
+        "share the trials.",
+    )
     _run_arguments(parser)
-    parser.add_argument("--trials", type=int, default=12, help="settings that are tried (default: 12)")
+    parser.add_argument(
+        "--trials", type=int, default=12, help="settings that are tried (default: 12)"
+    )
     return parser
 
+# %% ../../nbs/cli/01_command_line.ipynb #cc4b6f78
 def search(
     arguments: list[str], # of the command line
     called: str = "himalaya-hest search", # how the command was called
@@ -56,15 +92,37 @@ def search(
     from himalaya_hest.jobs.search import search as searched, with_setting
     a = _search_parser(called).parse_intermixed_args(arguments)
     config = resolve(dict(n_trials=a.trials) | read_arguments(a.given))
-    if config.dry_run: raise ValueError("dry_run: a search has no plan of its own; `himalaya-hest plan` with the same arguments says what one run takes")
-    if not config.n_trials: raise ValueError(f"--trials {a.trials}, mode {config.mode!r}: no setting would be searched; give --trials a number above 0, and leave out mode=trial")
-    found = searched(config, lambda parameters, on_task: run_continual(parameters, quiet=True, on_task=on_task))
+    if config.dry_run:
+        raise ValueError(
+            "dry_run: a search has no plan of its own; `himalaya-hest plan` with the same "
+            "arguments says what one run takes"
+        )
+    if not config.n_trials:
+        raise ValueError(
+            f"--trials {a.trials}, mode {config.mode!r}: no setting would be searched; "
+            "give --trials a number above 0, and leave out mode=trial"
+        )
+    found = searched(
+        config, lambda parameters, on_task: run_continual(parameters, quiet=True, on_task=on_task)
+    )
     best = resolve(with_setting(config, found["best"]["setting"], n_trials=0, search={}, run_id=""))
     path = Path(config.results_dir)/"search"/f"{found['name']}.yaml"
     save_config(best, path)
     names = list(found["space"])
-    rows = [[t["number"] + 1, t["state"], t["auc"], *(t["setting"].get(n) for n in names)] for t in found["trials"]]
-    print(Table(f"{config.adapter}: {found['n_trials']} trials on the first {found['n_tasks']} tasks of {found['stream']}; trial {found['best']['number'] + 1} is taken, mean AUC {found['best']['mean_auc']:.3f} over {found['best']['pairs']} (seed, order) pairs", ["trial", "state", "AUC", *names], rows))
+    rows = [
+        [t["number"] + 1, t["state"], t["auc"], *(t["setting"].get(n) for n in names)]
+        for t in found["trials"]
+    ]
+    print(
+        Table(
+            f"{config.adapter}: {found['n_trials']} trials on the first {found['n_tasks']} "
+            f"tasks of {found['stream']}; trial {found['best']['number'] + 1} is taken, mean "
+            f"AUC {found['best']['mean_auc']:.3f} over {found['best']['pairs']} (seed, order) "
+            "pairs",
+            ["trial", "state", "AUC", *names],
+            rows,
+        )
+    )
     print(f"\n{path}: `himalaya-hest run {path}` is the run with it")
     return 0
 
@@ -78,11 +136,32 @@ def step_clock():
         def after_optimizer_step(self, old): self.times_s.append(time.process_time())
     return StepClock()
 
+# %% ../../nbs/cli/01_command_line.ipynb #d745f1bd
 def _bench_parser(called, **further):
-    parser = argparse.ArgumentParser(called, **further, description="What adapters cost on this machine: bytes, process time of a training step, overhead of generation at batch 1 (medians; generations with and without the adapter are interleaved).",
-                                     epilog="The benchmarks behind the committed records are scripts of the repository (bench/); the pages that show them name their commands.")
-    parser.add_argument("adapters", nargs="*", metavar="ADAPTER", help="names, see `himalaya-hest list adapters` (default: himalaya, lora-bank, lora)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", dest="given", help="parameters of the runs, such as model=FOLDER, stream=my.yaml, source=local, data_dir=FOLDER, adapter_module=FILE")
+    parser = argparse.ArgumentParser(
+        called,
+        **further,
+        description="What adapters cost on this machine: bytes, process time of a training step, "
+        "overhead of generation at batch 1 (medians; generations with and without the "
+        "adapter are interleaved).",
+        epilog="The benchmarks behind the committed records are scripts of the repository "
+        "(bench/); the pages that show them name their commands.",
+    )
+    parser.add_argument(
+        "adapters",
+        nargs="*",
+        metavar="ADAPTER",
+        help="names, see `himalaya-hest list adapters` (default: himalaya, lora-bank, lora)",
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        dest="given",
+        help="parameters of the runs, such as model=FOLDER, stream=my.yaml, source=local, "
+        "data_dir=FOLDER, adapter_module=FILE",
+    )
     parser.add_argument("--steps", type=int, default=30, help="optimiser steps (default: 30)")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of generations (default: 20)")
     return parser
@@ -100,28 +179,65 @@ def bench(
     from himalaya_hest.running.plan import read_arguments
     from himalaya_hest.measures.records import Table
     a, rows = _bench_parser(called).parse_intermixed_args(arguments), []
-    if min(a.steps, a.pairs) < 2: raise ValueError(f"--steps {a.steps} --pairs {a.pairs}: a median needs two of each at least")
+    if min(a.steps, a.pairs) < 2:
+        raise ValueError(
+            f"--steps {a.steps} --pairs {a.pairs}: a median needs two of each at least"
+        )
     given = dict(n_tasks=1) | read_arguments(a.given)
     adapters = a.adapters or ["himalaya", "lora-bank", "lora"]
     for adapter in adapters: resolve(given | dict(adapter=adapter))
     with tempfile.TemporaryDirectory() as folder:
-        given |= dict(training=dict(max_steps=a.steps) | given.get("training", {}), evaluation=dict(max_eval_rows=4, latency_pairs=a.pairs) | given.get("evaluation", {}), results_dir=f"{folder}/runs", cache_dir=f"{folder}/cache")
+        given |= dict(
+            training=dict(max_steps=a.steps) | given.get("training", {}),
+            evaluation=dict(max_eval_rows=4, latency_pairs=a.pairs) | given.get("evaluation", {}),
+            results_dir=f"{folder}/runs",
+            cache_dir=f"{folder}/cache",
+        )
         for adapter in adapters:
             clock = step_clock()
-            record = run_continual(given | dict(adapter=adapter, run_id=adapter), quiet=True, hooks=(clock,))
+            record = run_continual(
+                given | dict(adapter=adapter, run_id=adapter), quiet=True, hooks=(clock,)
+            )
             s, steps = record["summary"], [b - a for a, b in zip(clock.times_s, clock.times_s[1:])]
-            rows.append([adapter, s["adapter_mb"], s["serving_mb"], 1e3 * statistics.median(steps), s["cpu_latency_overhead"]])
+            rows.append(
+                [
+                    adapter,
+                    s["adapter_mb"],
+                    s["serving_mb"],
+                    1e3 * statistics.median(steps),
+                    s["cpu_latency_overhead"],
+                ]
+            )
     c = record["config"]
-    print(Table(f"model {c['model']}, task {record['tasks'][0]}: {len(clock.times_s)} steps of {c['training']['per_device_train_batch_size']} rows, {a.pairs} pairs of generations", ["adapter", "adapter MB", "serving MB", "step, ms", "CPU latency +"], rows))
+    print(
+        Table(
+            f"model {c['model']}, task {record['tasks'][0]}: {len(clock.times_s)} steps of "
+            f"{c['training']['per_device_train_batch_size']} rows, {a.pairs} pairs of "
+            "generations",
+            ["adapter", "adapter MB", "serving MB", "step, ms", "CPU latency +"],
+            rows,
+        )
+    )
     return 0
 
 # %% ../../nbs/cli/01_command_line.ipynb #b9a23e38
 def _report_parser(called, **further):
-    parser = argparse.ArgumentParser(called, **further, description="What the adapter of a finished run is: bytes by part, which atoms or gates work, what it spent.")
+    parser = argparse.ArgumentParser(
+        called,
+        **further,
+        description="What the adapter of a finished run is: bytes by part, which atoms or gates work, "
+        "what it spent.",
+    )
     parser.add_argument("run", help="folder of a finished run")
-    parser.add_argument("--adapter-module", default="", help="where the module of an adapter of one's own lies, for a run that was made with one; its code is run")
+    parser.add_argument(
+        "--adapter-module",
+        default="",
+        help="where the module of an adapter of one's own lies, for a run that was made with "
+        "one; its code is run",
+    )
     return parser
 
+# %% ../../nbs/cli/01_command_line.ipynb #93b7b89c
 def report(
     arguments: list[str], # of the command line
     called: str = "himalaya-hest report", # how the command was called
@@ -135,16 +251,28 @@ def report(
     a = _report_parser(called).parse_args(arguments)
     run = open_run(a.run, adapter_module=a.adapter_module)
     tuner, spent = run.model.base_model, run.record["summary"]
-    print(himalaya_report(run.model) if isinstance(tuner, HimalayaModel) else hest_report(run.model, energy=spent if spent.get("joules_source") else None) if isinstance(tuner, GatedModel) else byte_table(run.record))
+    print(
+        himalaya_report(run.model)
+        if isinstance(tuner, HimalayaModel)
+        else (
+            hest_report(run.model, energy=spent if spent.get("joules_source") else None)
+            if isinstance(tuner, GatedModel)
+            else byte_table(run.record)
+        )
+    )
     return 0
 
+# %% ../../nbs/cli/01_command_line.ipynb #ede199b0
 LISTS = ("adapters", "streams")
 
 def _list_parser(called, **further):
-    parser = argparse.ArgumentParser(called, **further, description="The names that the parameters adapter and stream take.")
+    parser = argparse.ArgumentParser(
+        called, **further, description="The names that the parameters adapter and stream take."
+    )
     parser.add_argument("what", choices=LISTS)
     return parser
 
+# %% ../../nbs/cli/01_command_line.ipynb #b165bad5
 def names(
     arguments: list[str], # of the command line
     called: str = "himalaya-hest list", # how the command was called
@@ -158,8 +286,15 @@ def names(
 
 # %% ../../nbs/cli/01_command_line.ipynb #eadd0b0d
 def _run_arguments(parser):
-    parser.add_argument("given", nargs="*", metavar="FILE or NAME=VALUE", help="run files, laid over one another, then single parameters, nested ones with a dot: training.learning_rate=0.001")
+    parser.add_argument(
+        "given",
+        nargs="*",
+        metavar="FILE or NAME=VALUE",
+        help="run files, laid over one another, then single parameters, nested ones with a dot: "
+        "training.learning_rate=0.001",
+    )
 
+# %% ../../nbs/cli/01_command_line.ipynb #fc36b68c
 def _parser_of_runs(description, epilog=None):
     "The maker of a parser for run files and parameters."
     def parser_of(called, **further):
@@ -168,10 +303,21 @@ def _parser_of_runs(description, epilog=None):
         return parser
     return parser_of
 
-_run_parser = _parser_of_runs("One run: an adapter learns a stream of tasks. Without arguments HIMALAYA on the mini study, two minutes on a CPU. The same command goes on after a kill.",
-                              "Every parameter with its meaning: nbs/96_run_files.ipynb. Several processes: torchrun --nproc-per-node N -m himalaya_hest.jobs.launch, with the same arguments.")
-_fetch_parser = _parser_of_runs("Download and tokenise all rows of a run into its cache_dir, for machines without a network; says how to fetch the backbone. Needs no GPU.")
-_plan_parser = _parser_of_runs("Steps, tokens, memory, hours and downloads of a run, from a formula. Nothing is loaded, downloaded or written.")
+# %% ../../nbs/cli/01_command_line.ipynb #e5ed9335
+_run_parser = _parser_of_runs(
+    "One run: an adapter learns a stream of tasks. Without arguments HIMALAYA on the mini "
+    "study, two minutes on a CPU. The same command goes on after a kill.",
+    "Every parameter with its meaning: nbs/96_run_files.ipynb. Several processes: torchrun "
+    "--nproc-per-node N -m himalaya_hest.jobs.launch, with the same arguments.",
+)
+_fetch_parser = _parser_of_runs(
+    "Download and tokenise all rows of a run into its cache_dir, for machines without a "
+    "network; says how to fetch the backbone. Needs no GPU."
+)
+_plan_parser = _parser_of_runs(
+    "Steps, tokens, memory, hours and downloads of a run, from a formula. Nothing is "
+    "loaded, downloaded or written."
+)
 
 def run(
     arguments: list[str], # of the command line
@@ -182,6 +328,7 @@ def run(
     from himalaya_hest.jobs.launch import main
     return main(given)
 
+# %% ../../nbs/cli/01_command_line.ipynb #80f45a01
 def fetch(
     arguments: list[str], # of the command line
     called: str = "himalaya-hest fetch", # how the command was called
@@ -192,9 +339,19 @@ def fetch(
     from himalaya_hest.jobs.run import fetch_data
     from himalaya_hest.running.plan import model_folder, read_arguments
     config = resolve(read_arguments(given))
-    for name, rows in fetch_data(config).items(): print(f"{name}: {len(rows.train):,} rows for training, {len(rows.evaluation.prompts):,} for evaluation")
+    for name, rows in fetch_data(config).items():
+        print(
+            f"{name}: {len(rows.train):,} rows for training, "
+            f"{len(rows.evaluation.prompts):,} for evaluation"
+        )
     print(f"in {config.cache_dir}")
-    if not model_folder(config.model): print("the backbone: hf download " + config.model + (f" --revision {config.model_revision}" if config.model_revision else "") + ' --include "*.json" "*.safetensors" "*.model"')
+    if not model_folder(config.model):
+        print(
+            "the backbone: hf download "
+            + config.model
+            + (f" --revision {config.model_revision}" if config.model_revision else "")
+            + ' --include "*.json" "*.safetensors" "*.model"'
+        )
     return 0
 
 # %% ../../nbs/cli/01_command_line.ipynb #6c7b8191
@@ -230,11 +387,20 @@ def _export():
 SHELLS = ("bash", "zsh", "tcsh")
 
 def _completion_parser(called, **further):
-    parser = argparse.ArgumentParser(called, **further, formatter_class=argparse.RawDescriptionHelpFormatter, description="Print a script that completes commands, options, adapters and files.",
-                                     epilog="bash:  himalaya-hest completion bash > ~/.local/share/bash-completion/completions/himalaya-hest\nzsh:   himalaya-hest completion zsh > DIRECTORY_OF_FPATH/_himalaya-hest\ntcsh:  himalaya-hest completion tcsh > ~/.himalaya-hest.tcsh; source it in ~/.tcshrc")
+    parser = argparse.ArgumentParser(
+        called,
+        **further,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Print a script that completes commands, options, adapters and files.",
+        epilog="bash:  himalaya-hest completion bash > "
+        "~/.local/share/bash-completion/completions/himalaya-hest\nzsh:   himalaya-hest "
+        "completion zsh > DIRECTORY_OF_FPATH/_himalaya-hest\ntcsh:  himalaya-hest "
+        "completion tcsh > ~/.himalaya-hest.tcsh; source it in ~/.tcshrc",
+    )
     parser.add_argument("shell", choices=SHELLS)
     return parser
 
+# %% ../../nbs/cli/01_command_line.ipynb #530d7369
 def completion(
     arguments: list[str], # of the command line
     called: str = "himalaya-hest completion", # how the command was called
@@ -245,6 +411,7 @@ def completion(
     print(shtab.complete(whole_parser(), a.shell))
     return 0
 
+# %% ../../nbs/cli/01_command_line.ipynb #166988c2
 def whole_parser() -> argparse.ArgumentParser: # with all subcommands
     "One parser of everything, for completion and for documentation."
     import shtab
@@ -252,19 +419,38 @@ def whole_parser() -> argparse.ArgumentParser: # with all subcommands
     whole = argparse.ArgumentParser("himalaya-hest")
     subparsers = whole.add_subparsers(dest="command")
     for name, (said, _, parser_of) in COMMANDS.items():
-        child = subparsers.add_parser(name, help=said, parents=[parser_of(f"himalaya-hest {name}", add_help=False)])
+        child = subparsers.add_parser(
+            name, help=said, parents=[parser_of(f"himalaya-hest {name}", add_help=False)]
+        )
         for action in child._actions:
             if action.dest == "adapters": action.choices = adapter_names()
-            elif action.dest in ("given", "grid", "record", "adapter_module"): action.complete = shtab.FILE
-            elif action.dest in ("results_dir", "output_dir", "run", "folder", "records", "cache_dir"): action.complete = shtab.DIRECTORY
+            elif action.dest in ("given", "grid", "record", "adapter_module"):
+                action.complete = shtab.FILE
+            elif action.dest in (
+                "results_dir",
+                "output_dir",
+                "run",
+                "folder",
+                "records",
+                "cache_dir",
+            ):
+                action.complete = shtab.DIRECTORY
     return whole
 
 # %% ../../nbs/cli/01_command_line.ipynb #96ae84e2
-COMMANDS = { # name: (help, function, parser)
+COMMANDS = {  # name: (help, function, parser)
     "run": ("one run: an adapter learns a stream of tasks", run, _run_parser),
     "plan": ("steps, memory, hours and downloads of a run, and nothing else", plan, _plan_parser),
-    "fetch": ("download and tokenise the rows of a run, for machines without a network", fetch, _fetch_parser),
-    "evaluate": ("tables, figures and metrics.json of finished runs, and their comparison", evaluate, _evaluate_parser),
+    "fetch": (
+        "download and tokenise the rows of a run, for machines without a network",
+        fetch,
+        _fetch_parser,
+    ),
+    "evaluate": (
+        "tables, figures and metrics.json of finished runs, and their comparison",
+        evaluate,
+        _evaluate_parser,
+    ),
     "search": ("the settings of an adapter, on its development stream", search, _search_parser),
     "grid": ("many runs, on this machine or on Slurm", *_of_module(_grid)),
     "rerun": ("run again what a record says, and compare", *_of_module(_rerun)),
@@ -275,13 +461,33 @@ COMMANDS = { # name: (help, function, parser)
     "completion": ("a completion script for bash, zsh or tcsh", completion, _completion_parser),
 }
 
-EXTRAS = dict(optuna="search", submitit="grid", wandb="wandb", bitsandbytes="nf4", onnx="onnx", onnxscript="onnx", onnxruntime="onnx") # package: the extra that brings it
+# package: the extra that brings it
+EXTRAS = dict(
+    optuna="search",
+    submitit="grid",
+    wandb="wandb",
+    bitsandbytes="nf4",
+    onnx="onnx",
+    onnxscript="onnx",
+    onnxruntime="onnx",
+)
 
 def help_text() -> str:
     "What `himalaya-hest --help` says."
     width = max(map(len, COMMANDS))
-    return "\n".join(["usage: himalaya-hest COMMAND ...", "", "One small adapter, a long stream of tasks: what it keeps, what it forgets, what it costs.", "", "commands:", *(f"  {name:{width}}  {said}" for name, (said, *_) in COMMANDS.items()),
-                      "", "himalaya-hest COMMAND --help says more; --version says the version."])
+    return "\n".join(
+        [
+            "usage: himalaya-hest COMMAND ...",
+            "",
+            "One small adapter, a long stream of tasks: what it keeps, what it forgets, what "
+            "it costs.",
+            "",
+            "commands:",
+            *(f"  {name:{width}}  {said}" for name, (said, *_) in COMMANDS.items()),
+            "",
+            "himalaya-hest COMMAND --help says more; --version says the version.",
+        ]
+    )
 
 # %% ../../nbs/cli/01_command_line.ipynb #05dc9bb8
 def main(
@@ -296,7 +502,12 @@ def main(
     name, *rest = arguments
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        print(f"himalaya-hest: there is no command {name!r}" + (f"; did you mean {near[0]!r}?" if near else ".") + f" Commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(
+            f"himalaya-hest: there is no command {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else ".")
+            + f" Commands: {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         return 2
     try:
         code = COMMANDS[name][1](rest, f"himalaya-hest {name}")
@@ -307,10 +518,18 @@ def main(
         return 141
     except ImportError as e:
         if (package := (e.name or "").partition(".")[0]) not in EXTRAS: raise
-        print(f"himalaya-hest {name}: this needs {package}, which is not installed: pip install 'himalaya_hest[{EXTRAS[package]}]'", file=sys.stderr)
+        print(
+            f"himalaya-hest {name}: this needs {package}, which is not installed: pip "
+            f"install 'himalaya_hest[{EXTRAS[package]}]'",
+            file=sys.stderr,
+        )
         return 2
     except Exception as e:
-        if not isinstance(e, (ValueError, FileNotFoundError)) and type(e).__module__.partition(".")[0] != "himalaya_hest": raise
+        if (
+            not isinstance(e, (ValueError, FileNotFoundError))
+            and type(e).__module__.partition(".")[0] != "himalaya_hest"
+        ):
+            raise
         print(f"himalaya-hest {name}: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt: return 130

@@ -19,41 +19,70 @@ from .figures import run_charts, run_report
 class Explorer:
     "Records of several folders, by world."
     records: list[Record] # of any worlds
-    skipped: list[str] = field(default_factory=list) # files that are no records, and runs that are there twice, with the reason
+    # files that are no records, and runs that are there twice, with the reason
+    skipped: list[str] = field(default_factory=list)
 
     def worlds(self) -> dict[str, list[Record]]: # name → records, the most first
         "The records by world."
         out = {}
         for r in self.records:
             world = r.get("world") or {}
-            out.setdefault(f"{world.get('stream') or r['config'].get('stream', 'unknown')} {str(world.get('digest'))[:8]}", []).append(r)
+            out.setdefault(
+                f"{world.get('stream') or r['config'].get('stream', 'unknown')} "
+                f"{str(world.get('digest'))[:8]}",
+                [],
+            ).append(r)
         return dict(sorted(out.items(), key=lambda x: (-len(x[1]), x[0])))
 
     def __repr__(self): return repr(self.table())
     def _repr_html_(self): return self.table()._repr_html_()
 
+# %% ../../nbs/compare/06_explorer.ipynb #0cb7f879
 def read_folders(
-    folders: str | Path | list, # of runs or of committed records; one, a list, or names with commas between them
+    # of runs or of committed records; one, a list, or names with commas between them
+    folders: str | Path | list,
 ) -> Explorer:
-    "Read all records of some folders, of repeated runs the first; FileNotFoundError where there are none."
-    folders = [f.strip() for f in folders.split(",")] if isinstance(folders, str) else [folders] if isinstance(folders, Path) else list(folders)
+    """Read all records of some folders, of repeated runs the first; FileNotFoundError where there
+    are none."""
+    folders = (
+        [f.strip() for f in folders.split(",")]
+        if isinstance(folders, str)
+        else [folders] if isinstance(folders, Path) else list(folders)
+    )
     found, skipped = [], []
     for folder, run_id in ((f, r) for f in folders for r in sorted(finished_runs(f))):
         try: found.append((folder, load_record(folder, run_id)))
         except ValueError as e: skipped.append(str(e))
-    if not found: raise FileNotFoundError(f"no records in {', '.join(map(str, folders))}: name folders of runs (runs) or of committed records (nbs/records/main)" + "".join(f"; {s}" for s in skipped))
+    if not found:
+        raise FileNotFoundError(
+            f"no records in {', '.join(map(str, folders))}: name folders of runs (runs) or "
+            "of committed records (nbs/records/main)" + "".join(f"; {s}" for s in skipped)
+        )
     records, again = _first_of_each(found)
     return Explorer(records, skipped + again)
 
+# %% ../../nbs/compare/06_explorer.ipynb #be20516e
 def _first_of_each(found): # [(folder, record)]
-    "The records without those whose world, method, settings, seed and order an earlier one has, and a sentence on each that is left out."
+    """The records without those whose world, method, settings, seed and order an earlier one has,
+    and a sentence on each that is left out."""
     pair = lambda r: (r["config"].get("seed", 0), r["config"].get("order_seed", 0))
     groups, seen, out = {}, {}, []
-    for folder, r in found: groups.setdefault(((r.get("world") or {}).get("digest"), method_of(r)), []).append((folder, r))
+    for folder, r in found:
+        groups.setdefault(((r.get("world") or {}).get("digest"), method_of(r)), []).append(
+            (folder, r)
+        )
     for key, runs in groups.items():
         records = [r for _, r in runs]
         for (folder, r), more in zip(runs, _told_apart(records, list(map(pair, records)))):
-            if (first := seen.setdefault((key, more, pair(r)), (folder, r)))[1] is not r: out.append((r, f"{folder}: {r['run_id']} is the run {first[1]['run_id']} of {first[0]} again ({key[1]}, seed and order_seed {pair(r)}), and left out"))
+            if (first := seen.setdefault((key, more, pair(r)), (folder, r)))[1] is not r:
+                out.append(
+                    (
+                        r,
+                        f"{folder}: {r['run_id']} is the run {first[1]['run_id']} of "
+                        f"{first[0]} again ({key[1]}, seed and order_seed {pair(r)}), and left "
+                        "out",
+                    )
+                )
     left = {id(r) for r, _ in out}
     return [r for _, r in found if id(r) not in left], [told for _, told in out]
 
@@ -61,9 +90,25 @@ def _first_of_each(found): # [(folder, record)]
 def _table(self,
 ) -> Table: # one row a world
     "The worlds, with the methods and pairs that there are."
-    rows = [[name, len(rs), len({method_of(r) for r in rs}), len({(r["config"].get("seed", 0), r["config"].get("order_seed", 0)) for r in rs}), len(rs[0]["tasks"]), rs[0]["config"].get("model")] for name, rs in self.worlds().items()]
-    return Table(f"{len(self.records)} records of {len(rows)} world{'s' * (len(rows) > 1)}" + f"; {len(self.skipped)} left out" * bool(self.skipped), ["world", "runs", "methods", "(seed, order) pairs", "tasks", "model"], rows)
+    rows = [
+        [
+            name,
+            len(rs),
+            len({method_of(r) for r in rs}),
+            len({(r["config"].get("seed", 0), r["config"].get("order_seed", 0)) for r in rs}),
+            len(rs[0]["tasks"]),
+            rs[0]["config"].get("model"),
+        ]
+        for name, rs in self.worlds().items()
+    ]
+    return Table(
+        f"{len(self.records)} records of {len(rows)} world{'s' * (len(rows) > 1)}"
+        + f"; {len(self.skipped)} left out" * bool(self.skipped),
+        ["world", "runs", "methods", "(seed, order) pairs", "tasks", "model"],
+        rows,
+    )
 
+# %% ../../nbs/compare/06_explorer.ipynb #124ec0b2
 def _choose(self,
     world: str = "", # its name, or the beginning of it; empty: the one with the most records
     methods: list[str] | tuple = (), # names of methods as `methods` gives them; empty: all
@@ -71,11 +116,21 @@ def _choose(self,
 ) -> list[Record]:
     "Records of one world; `ValueError` for a world or method that is not there."
     found = [name for name in self.worlds() if name.startswith(world)]
-    if not found: raise ValueError(f"no world is called {world!r}; there are {', '.join(self.worlds())}")
+    if not found:
+        raise ValueError(f"no world is called {world!r}; there are {', '.join(self.worlds())}")
     records = self.worlds()[found[0]]
-    if unknown := sorted(set(methods) - {method_of(r) for r in records}): raise ValueError(f"{found[0]} has no method {unknown[0]!r}; it has {', '.join(sorted({method_of(r) for r in records}))}")
-    return [r for r in records if (not methods or method_of(r) in methods) and (not role or r.get("role") == role)]
+    if unknown := sorted(set(methods) - {method_of(r) for r in records}):
+        raise ValueError(
+            f"{found[0]} has no method {unknown[0]!r}; it has "
+            f"{', '.join(sorted({method_of(r) for r in records}))}"
+        )
+    return [
+        r
+        for r in records
+        if (not methods or method_of(r) in methods) and (not role or r.get("role") == role)
+    ]
 
+# %% ../../nbs/compare/06_explorer.ipynb #159c9453
 def _methods(self,
     world: str = "", # as for `choose`
 ) -> list[str]:
@@ -90,7 +145,8 @@ def shown_of(
 ) -> list: # tables and charts, for display(*...)
     "The report of one run, or the comparison of several."
     if not records: raise ValueError("no record is chosen")
-    if len(records) == 1: return [x for x in run_report(records[0]) if isinstance(x, Table)] + run_charts(records[0])
+    if len(records) == 1:
+        return [x for x in run_report(records[0]) if isinstance(x, Table)] + run_charts(records[0])
     return comparison_tables(records) + comparison_charts(records)
 
 # %% ../../nbs/compare/06_explorer.ipynb #d06710ce
@@ -98,7 +154,8 @@ def browse(
     explorer: Explorer,
     world: str = "", # chosen at first; empty: the one with the most records
 ): # an ipywidgets.VBox; `chosen()` gives the records that are chosen now, `shown` those whose figures stand below
-    "Lists to choose a world and methods from, with the tables and figures of the choice below; needs ipywidgets and a Jupyter front end."
+    """Lists to choose a world and methods from, with the tables and figures of the choice below;
+    needs ipywidgets and a Jupyter front end."""
     import ipywidgets as widgets
     from IPython.display import display
     first = next((n for n in explorer.worlds() if n.startswith(world)), None)

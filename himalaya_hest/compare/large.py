@@ -20,32 +20,59 @@ def large_llama(
     "A Llama-2-7B by its shapes alone."
     from transformers import LlamaConfig, LlamaForCausalLM
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(hidden_size=width, intermediate_size=11008 * width // 4096, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=32, vocab_size=32000))
+        return LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=width,
+                intermediate_size=11008 * width // 4096,
+                num_hidden_layers=layers,
+                num_attention_heads=32,
+                num_key_value_heads=32,
+                vocab_size=32000,
+            )
+        )
 
+# %% ../../nbs/compare/02_large.ipynb #d3ddbd7f
 def large_adapter(
     record: dict, # a run's record
 ) -> Adapter: # without numbers, and without hooks
     "The record's adapter on the large model."
     c = record["config"]
     method, fields = parse_adapter(c["adapter"])[0], dict(c.get("adapter_config") or {})
-    if method == "himalaya": fields["budget_mb"] = None # to count what would be over the budget, too
-    with torch.device("meta"): return build_adapter(method, large_llama(), None, c["preset"], fields, None, c["seed"])
+    if method == "himalaya":
+        # to count what would be over the budget, too
+        fields["budget_mb"] = None
+    with torch.device("meta"):
+        return build_adapter(method, large_llama(), None, c["preset"], fields, None, c["seed"])
 
+# %% ../../nbs/compare/02_large.ipynb #4bb4dc7f
 def large_bytes(
     adapter: Adapter, # from `large_adapter`
     record: dict, # the same run, whole or stopped after n tasks
 ) -> int:
     "Bytes kept after the record's tasks, at d = 4096 and 32 layers."
-    n, c, (method, ewc) = len(record["tasks"]), record["config"], parse_adapter(record["config"]["adapter"])
+    n, c, (method, ewc) = (
+        len(record["tasks"]),
+        record["config"],
+        parse_adapter(record["config"]["adapter"]),
+    )
     if c.get("protocol") == "zero_shot": return 0
     if method == "himalaya": size = _himalaya_bytes(adapter.tuner, record, n)
     else: size = _state_bytes(adapter, n)
-    if ewc: size += 8 * sum(p.numel() for p in adapter.model.parameters() if p.requires_grad) # Fisher information and anchor
+    if ewc:
+        # Fisher information and anchor
+        size += 8 * sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
     return size * (n if c.get("protocol") == "single" else 1)
 
+# %% ../../nbs/compare/02_large.ipynb #61a0241d
 def _himalaya_bytes(tuner, record, n):
     "The packed state with the slots that the run used."
     core, config = tuner.core(), tuner.peft_config["default"]
     most, life = fill_of(core, full=True), record.get("dictionary")
     used = most.slots - life[-1]["free"] if life else most.slots
-    return sum(packed_bytes(core, bits=getattr(config, "atom_bits", None) or 3, filled=Fill(used, min(n, most.prototypes), most.tokens)).values())
+    return sum(
+        packed_bytes(
+            core,
+            bits=getattr(config, "atom_bits", None) or 3,
+            filled=Fill(used, min(n, most.prototypes), most.tokens),
+        ).values()
+    )

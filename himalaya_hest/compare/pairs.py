@@ -27,13 +27,19 @@ def read_grid(
 ) -> list[dict]: # records, by file name
     "The records of a folder; FileNotFoundError where there are none."
     files = sorted(Path(folder).glob("*.json"))
-    if not files: raise FileNotFoundError(f"no records in {folder}: make them with {made_by or f'python bench/grid.py bench/grids/{Path(folder).name}.yaml'}")
+    if not files:
+        raise FileNotFoundError(
+            f"no records in {folder}: make them with "
+            f"{made_by or f'python bench/grid.py bench/grids/{Path(folder).name}.yaml'}"
+        )
     return [json.loads(f.read_text(encoding="utf-8")) for f in files]
 
+# %% ../../nbs/compare/01_pairs.ipynb #0beb8c8e
 def is_number(x) -> bool: # not None, nan or a truth value
     "Is this a finite number?"
     return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
 
+# %% ../../nbs/compare/01_pairs.ipynb #b0136e4e
 def _searched(adapter, preset):
     "What the search found; nothing for an adapter that is not registered here."
     try: return searched_defaults(adapter, preset)
@@ -41,22 +47,52 @@ def _searched(adapter, preset):
 
 def method_of(
     record: dict, # a run's record
-    searched: Callable = _searched, # (adapter, preset) → {"adapter_config", "ewc"}: what goes without saying
+    # (adapter, preset) → {"adapter_config", "ewc"}: what goes without saying
+    searched: Callable = _searched,
 ) -> str: # for instance "himalaya", "lora (single)", "himalaya published, n_slots 40"
     "What a row of a comparison is called."
     c = record["config"]
     preset, protocol = c.get("preset", "default"), c.get("protocol", "sequential")
     known, unsaid = record.get("searched") or searched(c["adapter"], preset), object()
-    set_ = {k: v for k, v in (c.get("adapter_config") or {}).items() if known["adapter_config"].get(k, unsaid) != v}
-    set_ |= {f"ewc {k}": v for k, v in (c.get("ewc") or {}).items() if (EWC_DEFAULTS | known["ewc"]).get(k, v) != v}
-    if "e_max" in set_ and set_["e_max"] == tabs_e_max(scope=scope_of(c["adapter"], preset, c.get("adapter_config"))): del set_["e_max"] # the package's own budget
-    name = " ".join([c["adapter"]] + [preset] * (preset != "default")) + "".join(f", {k} {'+'.join(map(str, v)) if isinstance(v, list) else v}" for k, v in sorted(set_.items()))
+    set_ = {
+        k: v
+        for k, v in (c.get("adapter_config") or {}).items()
+        if known["adapter_config"].get(k, unsaid) != v
+    }
+    set_ |= {
+        f"ewc {k}": v
+        for k, v in (c.get("ewc") or {}).items()
+        if (EWC_DEFAULTS | known["ewc"]).get(k, v) != v
+    }
+    if "e_max" in set_ and set_["e_max"] == tabs_e_max(
+        scope=scope_of(c["adapter"], preset, c.get("adapter_config"))
+    ):
+        # the package's own budget
+        del set_["e_max"]
+    name = " ".join([c["adapter"]] + [preset] * (preset != "default")) + "".join(
+        f", {k} {'+'.join(map(str, v)) if isinstance(v, list) else v}"
+        for k, v in sorted(set_.items())
+    )
     if c.get("instructions", "own") != "own": name += f", instructions {c['instructions']}"
     if protocol == "replay": return name + f" (replay {c.get('replay_share', .01):.3g})"
     return name + (f" ({protocol.replace('_', '-')})" if protocol != "sequential" else "")
 
 # %% ../../nbs/compare/01_pairs.ipynb #5d6c3af2
-_STORED = ("seed", "order_seed", "run_id", "role", "results_dir", "cache_dir", "overwrite", "dry_run", "tracker", "wandb_entity", "wandb_project", "n_trials", "search")
+_STORED = (
+    "seed",
+    "order_seed",
+    "run_id",
+    "role",
+    "results_dir",
+    "cache_dir",
+    "overwrite",
+    "dry_run",
+    "tracker",
+    "wandb_entity",
+    "wandb_project",
+    "n_trials",
+    "search",
+)
 
 _MEASURED = ("energy.", "evaluation.latency")
 
@@ -64,42 +100,69 @@ def _settings(record):
     "Parameters that may tell two runs of one method and pair apart; nested ones with a dot."
     out = {}
     for k, v in record["config"].items():
-        if k not in _STORED: out |= {f"{k}.{x}": y for x, y in v.items()} if isinstance(v, dict) else {k: v}
+        if k not in _STORED:
+            out |= {f"{k}.{x}": y for x, y in v.items()} if isinstance(v, dict) else {k: v}
     return out
 
+# %% ../../nbs/compare/01_pairs.ipynb #1e75b72b
 def _usual(record):
     "What a run of a study of energy trains with where nothing is said."
     c = record["config"]
-    return {f"training.{k}": v for k, v in energy_training(c["adapter"], c.get("preset", "default"), c.get("scale", "mini"), c.get("study", "continual25"), c.get("adapter_config")).items()}
+    return {
+        f"training.{k}": v
+        for k, v in energy_training(
+            c["adapter"],
+            c.get("preset", "default"),
+            c.get("scale", "mini"),
+            c.get("study", "continual25"),
+            c.get("adapter_config"),
+        ).items()
+    }
 
+# %% ../../nbs/compare/01_pairs.ipynb #07c12bd6
 def _told_apart(runs, pairs):
     "What to add to the name of each run of a method, nothing where no pair occurs twice."
     if len(set(pairs)) == len(pairs): return [""] * len(runs)
     settings, usual = [_settings(r) for r in runs], [_usual(r) for r in runs]
-    differ = [k for k in settings[0] if all(k in s for s in settings) and len({repr(s[k]) for s in settings}) > 1]
-    for keys in ([k for k in differ if not k.startswith(_MEASURED)], differ): # what a run does first, then what is measured of it
-        names = ["".join(f", {k} {s[k]}" for k in keys if u.get(k, s) != s[k]) for s, u in zip(settings, usual)]
+    differ = [
+        k
+        for k in settings[0]
+        if all(k in s for s in settings) and len({repr(s[k]) for s in settings}) > 1
+    ]
+    # what a run does first, then what is measured of it
+    for keys in ([k for k in differ if not k.startswith(_MEASURED)], differ):
+        names = [
+            "".join(f", {k} {s[k]}" for k in keys if u.get(k, s) != s[k])
+            for s, u in zip(settings, usual)
+        ]
         if len(set(zip(names, pairs))) == len(pairs): break
     return names
 
+# %% ../../nbs/compare/01_pairs.ipynb #89aae94e
 def by_pair(
     records: list[dict], # of one world
 ) -> dict[str, dict[tuple, dict]]: # method → (seed, order_seed) → record, pairs in their order
-    "Records by method and pair. Raises ValueError if two runs of the same parameters share a pair, or the worlds differ."
+    """Records by method and pair. Raises ValueError if two runs of the same parameters share a
+    pair, or the worlds differ."""
     methods, out = {}, {}
     for r in same_world(records): methods.setdefault(method_of(r), []).append(r)
     for method, runs in methods.items():
         pairs = [(r["config"].get("seed", 0), r["config"].get("order_seed", 0)) for r in runs]
         for r, pair, more in zip(runs, pairs, _told_apart(runs, pairs)):
             found = out.setdefault(method + more, {})
-            if pair in found: raise ValueError(f"runs {found[pair]['run_id']} and {r['run_id']} are both {method + more!r} with seed and order_seed {pair}: leave one out")
+            if pair in found:
+                raise ValueError(
+                    f"runs {found[pair]['run_id']} and {r['run_id']} are both "
+                    f"{method + more!r} with seed and order_seed {pair}: leave one out"
+                )
             found[pair] = r
     return {m: dict(sorted(runs.items())) for m, runs in out.items()}
 
 # %% ../../nbs/compare/01_pairs.ipynb #907d60d6
 def made_up_pairs(
     n: int = 10, # pairs
-    keeps: tuple = (("himalaya", .999), ("lora", .9)), # adapters, and the share of a score that each later task leaves
+    # adapters, and the share of a score that each later task leaves
+    keeps: tuple = (("himalaya", .999), ("lora", .9)),
     T: int = 4, # tasks
     n_rows: int = 20, # evaluated rows a task
 ) -> list[dict]: # records
@@ -107,9 +170,19 @@ def made_up_pairs(
     out = []
     for name, k in keeps:
         for i in range(n):
-            r = made_up_record(f"{name}-{i}", T=T, keeps=k - .004 * (i % 3), role="proposed" if name == "himalaya" else "baseline", adapter=name, seed=i)
+            r = made_up_record(
+                f"{name}-{i}",
+                T=T,
+                keeps=k - 0.004 * (i % 3),
+                role="proposed" if name == "himalaya" else "baseline",
+                adapter=name,
+                seed=i,
+            )
             r["config"] |= dict(seed=i, order_seed=i)
-            r["row_values"] = {t: (np.arange(n_rows) < round(n_rows * s)).astype(float).tolist() for t, s in zip(r["tasks"], r["matrix"][-1])}
+            r["row_values"] = {
+                t: (np.arange(n_rows) < round(n_rows * s)).astype(float).tolist()
+                for t, s in zip(r["tasks"], r["matrix"][-1])
+            }
             out.append(r)
     return out
 
@@ -133,7 +206,9 @@ def bca_interval(
     u = jack.mean() - jack
     a = (u ** 3).sum() / (6 * (u ** 2).sum() ** 1.5)
     z = [N.inv_cdf((1 - level) / 2), N.inv_cdf((1 + level) / 2)]
-    return tuple(float(q) for q in np.quantile(means, [N.cdf(z0 + (z0 + v) / (1 - a * (z0 + v))) for v in z]))
+    return tuple(
+        float(q) for q in np.quantile(means, [N.cdf(z0 + (z0 + v) / (1 - a * (z0 + v))) for v in z])
+    )
 
 # %% ../../nbs/compare/01_pairs.ipynb #5eee6082
 def median_interval(
@@ -143,7 +218,8 @@ def median_interval(
     "Distribution-free interval of the median, between two of the values (Thompson 1936)."
     x = np.sort(np.asarray(values, dtype=float))
     n = len(x)
-    outside = 2 * np.cumsum([math.comb(n, i) for i in range(n // 2)]) / 2. ** n # of the interval from the k-th smallest to the k-th largest
+    # of the interval from the k-th smallest to the k-th largest
+    outside = 2 * np.cumsum([math.comb(n, i) for i in range(n // 2)]) / 2. ** n
     k = int((outside <= 1 - level).sum())
     return (float(x[k - 1]), float(x[-k])) if k else (math.nan, math.nan)
 
@@ -157,16 +233,21 @@ def sign_flip_p(
     n = len(d)
     if n == 0: return math.nan
     if n <= 16: signs = 1 - 2 * (np.arange(2 ** n)[:, None] >> np.arange(n) & 1)
-    else: signs = np.vstack([np.ones(n), np.random.default_rng(0).choice([-1, 1], size=(draws, n))]) # what was seen is one of the draws
+    else:
+        # what was seen is one of the draws
+        signs = np.vstack([np.ones(n), np.random.default_rng(0).choice([-1, 1], size=(draws, n))])
     return float((np.abs(signs @ d) >= np.abs(d.sum()) * (1 - 1e-12)).mean())
 
+# %% ../../nbs/compare/01_pairs.ipynb #9e88d224
 def holm(
     p, # (m,) p-values of one family
 ) -> np.ndarray: # (m,) corrected, in the given order
     "Holm's step-down correction (1979)."
     p = np.asarray(p, dtype=float)
     order, out = np.argsort(p, kind="stable"), np.empty(len(p))
-    out[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))) if len(p) else 0
+    out[order] = (
+        np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))) if len(p) else 0
+    )
     return out
 
 # %% ../../nbs/compare/01_pairs.ipynb #50d319b0
@@ -186,9 +267,14 @@ def row_means(
     found = [runs[p].get("row_values") for p in pairs]
     if not found or not all(found): return None
     sizes = {n: {len(v.get(n, ())) for v in found} for n in sorted(found[0])}
-    if wrong := [n for n, s in sizes.items() if len(s) > 1]: raise ValueError(f"task {wrong[0]!r} was evaluated on {sorted(sizes[wrong[0]])} rows in runs of one world: rows cannot be paired")
+    if wrong := [n for n, s in sizes.items() if len(s) > 1]:
+        raise ValueError(
+            f"task {wrong[0]!r} was evaluated on {sorted(sizes[wrong[0]])} rows in runs of "
+            "one world: rows cannot be paired"
+        )
     return [np.mean([v[n] for v in found], axis=0) for n in sizes]
 
+# %% ../../nbs/compare/01_pairs.ipynb #b4df7343
 def example_interval(
     rows: list, # per task (n_rows,) values, or differences of two methods' values
     level: float = .95,
@@ -197,6 +283,7 @@ def example_interval(
 ) -> tuple[float, float]: # (low, high)
     "Bootstrap interval of the mean over tasks of the mean over rows, rows drawn within each task."
     rng, total = np.random.default_rng(seed), np.zeros(resamples)
-    for v in rows: total += np.asarray(v, dtype=float)[rng.integers(len(v), size=(resamples, len(v)))].mean(1)
+    for v in rows:
+        total += np.asarray(v, dtype=float)[rng.integers(len(v), size=(resamples, len(v)))].mean(1)
     low, high = np.quantile(total / len(rows), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

@@ -13,8 +13,13 @@ import numpy as np
 
 from ..measures.continual import evaluated_rows, forgetting_per_task
 from .large import large_adapter, large_bytes
-from .pairs import bca_interval, by_pair, effect_size, example_interval, holm, is_number, method_of, row_means, sign_flip_p
-from ..measures.records import Table, chance_matrix, is_complete, same_world, score_array
+from himalaya_hest.compare.pairs import (
+    bca_interval, by_pair, effect_size, example_interval, holm, is_number, method_of, row_means,
+    sign_flip_p,
+)
+from himalaya_hest.measures.records import (
+    Table, chance_matrix, is_complete, same_world, score_array,
+)
 
 # %% ../../nbs/compare/03_standings.ipynb #879998a4
 def group_scores(
@@ -23,10 +28,20 @@ def group_scores(
 ) -> dict: # AUC, just learned, final, forgotten; None where not defined
     "A record's measures over some of its tasks."
     R, at = score_array(record), [j for j, t in enumerate(record["tasks"]) if t in names]
-    known = lambda values: float(np.mean(v)) if len(v := [x for x in values if not np.isnan(x)]) else None
-    if not at or not is_complete(record): return dict(AUC=None, **{"just learned": known(np.diag(R)[at]), "final": None, "forgotten": None})
+    known = lambda values: (
+        float(np.mean(v)) if len(v := [x for x in values if not np.isnan(x)]) else None
+    )
+    if not at or not is_complete(record):
+        return dict(
+            AUC=None, **{"just learned": known(np.diag(R)[at]), "final": None, "forgotten": None}
+        )
     curve = [R[i, [j for j in at if j <= i]].mean() for i in evaluated_rows(R) if i >= at[0]]
-    return {"AUC": float(np.mean(curve)), "just learned": float(np.diag(R)[at].mean()), "final": float(R[-1, at].mean()), "forgotten": known(forgetting_per_task(R)[at])}
+    return {
+        "AUC": float(np.mean(curve)),
+        "just learned": float(np.diag(R)[at].mean()),
+        "final": float(R[-1, at].mean()),
+        "forgotten": known(forgetting_per_task(R)[at]),
+    }
 
 # %% ../../nbs/compare/03_standings.ipynb #98d59479
 CHANCE = "chance (best constant answer)"
@@ -35,15 +50,28 @@ def chance_runs(
     records: list[dict], # of one world
 ) -> list[dict]: # one a (seed, order) pair, with the scores of the best constant answers; those whose tasks' chance is not known are left out
     "What the best constant answers give on the orders of these runs."
-    return list({(r["config"].get("seed", 0), r["config"].get("order_seed", 0)): r | dict(matrix=m) for r in records if (m := chance_matrix(r))}.values())
+    return list(
+        {
+            (r["config"].get("seed", 0), r["config"].get("order_seed", 0)): r | dict(matrix=m)
+            for r in records
+            if (m := chance_matrix(r))
+        }.values()
+    )
 
+# %% ../../nbs/compare/03_standings.ipynb #a2029487
 def chance_scores(
     records: list[dict], # of one world
     names: set | None = None, # tasks of a group; None: all
 ) -> dict | None: # AUC and final, means over the (seed, order) pairs; None where no record says its tasks' chance
     "Means of what the best constant answers give."
-    found = [group_scores(r, set(r["tasks"]) if names is None else names) for r in chance_runs(records)]
-    return {k: float(np.mean(v)) for k in ("AUC", "final") if (v := [f[k] for f in found if f[k] is not None])} or None
+    found = [
+        group_scores(r, set(r["tasks"]) if names is None else names) for r in chance_runs(records)
+    ]
+    return {
+        k: float(np.mean(v))
+        for k in ("AUC", "final")
+        if (v := [f[k] for f in found if f[k] is not None])
+    } or None
 
 def _chance_row(columns, records, names=None, **more):
     "The row of chance under the table's columns, in a list; none where it is not known."
@@ -62,23 +90,32 @@ def _mean_of(runs, key, mean=np.mean):
     return float(mean(v)) if (v := _column(runs, key)) else None
 
 def _large_mb(runs):
-    "Mean over the runs, computed for the large model: MB after the last task; None where it cannot be built."
+    """Mean over the runs, computed for the large model: MB after the last task; None where it
+    cannot be built."""
     first = next(iter(runs.values()))
     try: large = large_adapter(first)
     except ValueError: return None # an adapter that is not known here
-    same = first["config"]["adapter"].partition("+")[0] != "himalaya" # whose slots in use differ from run to run
-    return float(np.mean([large_bytes(large, r) for r in ([first] if same else runs.values())])) / 1e6
+    # whose slots in use differ from run to run
+    same = first["config"]["adapter"].partition("+")[0] != "himalaya"
+    return (
+        float(np.mean([large_bytes(large, r) for r in ([first] if same else runs.values())])) / 1e6
+    )
 
+# %% ../../nbs/compare/03_standings.ipynb #043a2493
 def _rows_interval(values, center):
-    "Interval over examples around the scores' mean, which the mean of pseudo-values misses by the jackknife's bias; nan where rows are not known."
+    """Interval over examples around the scores' mean, which the mean of pseudo-values misses by the
+    jackknife's bias; nan where rows are not known."""
     if values is None: return np.nan, np.nan
     shift = center - float(np.mean([v.mean() for v in values]))
     return tuple(x + shift for x in example_interval(values))
 
+# %% ../../nbs/compare/03_standings.ipynb #29b09243
 def _known_columns(title, columns, rows):
     "A table without the columns of which nothing is known."
     known = lambda x: x is not None and x == x
-    keep = [i for i in range(len(columns)) if any(known(row[i]) for row in rows)] or range(len(columns))
+    keep = [i for i in range(len(columns)) if any(known(row[i]) for row in rows)] or range(
+        len(columns)
+    )
     return Table(title, [columns[i] for i in keep], [[row[i] for i in keep] for row in rows])
 
 def _means_table(title, columns, rows, records):
@@ -92,18 +129,56 @@ def main_table(
     records: list[dict], # of one world
     least: int = MAIN_PAIRS, # pairs of a method
 ) -> Table: # the best AUC first; methods with fewer pairs are left to `exploratory_table`
-    "One row a method: means over its pairs, the interval of the AUC over pairs and of the final score over evaluated rows."
+    """One row a method: means over its pairs, the interval of the AUC over pairs and of the final
+    score over evaluated rows."""
     rows, shown = [], set()
     for name, runs in by_pair(records).items():
         if len(runs) < least: continue
         shown |= {r["run_id"] for r in runs.values()}
         auc, final = _column(runs, "retained_accuracy_auc"), _mean_of(runs, "average_accuracy")
-        rows.append([name, len(runs), float(np.mean(auc)), *bca_interval(auc), final, *_rows_interval(row_means(runs, runs), final), _mean_of(runs, "just_learned_accuracy"), _mean_of(runs, "average_forgetting"),
-                     _mean_of(runs, "worst_drop", max), _mean_of(runs, "adapter_mb"), _large_mb(runs), _mean_of(runs, "cpu_latency_overhead", np.median)])
-    if not rows: raise ValueError(f"no method has {least} (seed, order) pairs, which the main table needs: run more, or use exploratory_table")
-    columns = ["method", "n", "AUC", "95 % from", "to", "final", "rows from", "rows to", "just learned", "forgotten", "worst drop", "MB kept", "MB large", "CPU latency +"]
-    title = (f"{records[0]['config']['stream']}: means over n (seed, order) pairs, the best AUC first; 95 % intervals of the AUC over pairs and of the final score over evaluated rows; "
-             "MB large: computed for d = 4096, 32 layers")
+        rows.append(
+            [
+                name,
+                len(runs),
+                float(np.mean(auc)),
+                *bca_interval(auc),
+                final,
+                *_rows_interval(row_means(runs, runs), final),
+                _mean_of(runs, "just_learned_accuracy"),
+                _mean_of(runs, "average_forgetting"),
+                _mean_of(runs, "worst_drop", max),
+                _mean_of(runs, "adapter_mb"),
+                _large_mb(runs),
+                _mean_of(runs, "cpu_latency_overhead", np.median),
+            ]
+        )
+    if not rows:
+        raise ValueError(
+            f"no method has {least} (seed, order) pairs, which the main table needs: run "
+            "more, or use exploratory_table"
+        )
+    columns = [
+        "method",
+        "n",
+        "AUC",
+        "95 % from",
+        "to",
+        "final",
+        "rows from",
+        "rows to",
+        "just learned",
+        "forgotten",
+        "worst drop",
+        "MB kept",
+        "MB large",
+        "CPU latency +",
+    ]
+    title = (
+        f"{records[0]['config']['stream']}: means over n (seed, order) pairs, the best AUC "
+        "first; 95 % intervals of the AUC over pairs and of the final score over "
+        "evaluated rows; "
+        "MB large: computed for d = 4096, 32 layers"
+    )
     return _means_table(title, columns, rows, [r for r in records if r["run_id"] in shown])
 
 # %% ../../nbs/compare/03_standings.ipynb #13bdfebe
@@ -113,19 +188,63 @@ def paired_table(
     metric: str = "retained_accuracy_auc", # name in the summary
     least: int = MAIN_PAIRS, # pairs of a test
 ) -> Table: # one row an opponent, the largest difference last; those with fewer pairs are named in the title
-    "Paired differences `method` − opponent: mean, BCa interval over pairs, exact p with Holm's correction over the rows, effect size; of the final scores an interval over rows."
+    """Paired differences `method` − opponent: mean, BCa interval over pairs, exact p with Holm's
+    correction over the rows, effect size; of the final scores an interval over rows."""
     runs, rows, left = by_pair(records), [], []
-    if method not in runs: raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
+    if method not in runs:
+        raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
     value = lambda name, pair, key=metric: runs[name][pair]["summary"].get(key)
     for other in (m for m in runs if m != method):
-        pairs = [p for p in runs[method] if p in runs[other] and is_number(value(method, p)) and is_number(value(other, p))]
+        pairs = [
+            p
+            for p in runs[method]
+            if p in runs[other] and is_number(value(method, p)) and is_number(value(other, p))
+        ]
         if len(pairs) < least: left.append(f"{other} (n = {len(pairs)})"); continue
         d = np.array([value(method, p) - value(other, p) for p in pairs])
-        final = float(np.mean([value(method, p, "average_accuracy") - value(other, p, "average_accuracy") for p in pairs]))
-        rows.append([other, len(d), float(d.mean()), *bca_interval(d), sign_flip_p(d), None, effect_size(d), float(((d > 0) + (d == 0) / 2).mean()), final, *_rows_interval(_row_differences(runs[method], runs[other], pairs), final)])
+        final = float(
+            np.mean(
+                [
+                    value(method, p, "average_accuracy") - value(other, p, "average_accuracy")
+                    for p in pairs
+                ]
+            )
+        )
+        rows.append(
+            [
+                other,
+                len(d),
+                float(d.mean()),
+                *bca_interval(d),
+                sign_flip_p(d),
+                None,
+                effect_size(d),
+                float(((d > 0) + (d == 0) / 2).mean()),
+                final,
+                *_rows_interval(_row_differences(runs[method], runs[other], pairs), final),
+            ]
+        )
     for row, p in zip(rows, holm([row[5] for row in rows])): row[6] = float(p)
-    columns = ["opponent", "n", "difference", "95 % from", "to", "p (exact)", "p (Holm)", "d_z", "won", "final", "rows from", "rows to"]
-    return _known_columns(f"{metric}: {method} minus the other, within n (seed, order) pairs" + (f"; too few pairs for a test: {', '.join(left)}" if left else ""), columns, sorted(rows, key=lambda row: row[2]))
+    columns = [
+        "opponent",
+        "n",
+        "difference",
+        "95 % from",
+        "to",
+        "p (exact)",
+        "p (Holm)",
+        "d_z",
+        "won",
+        "final",
+        "rows from",
+        "rows to",
+    ]
+    return _known_columns(
+        f"{metric}: {method} minus the other, within n (seed, order) pairs"
+        + (f"; too few pairs for a test: {', '.join(left)}" if left else ""),
+        columns,
+        sorted(rows, key=lambda row: row[2]),
+    )
 
 def _row_differences(ours, theirs, pairs):
     "Per task what each row adds to the difference of two methods; None where rows are not known."
@@ -134,35 +253,84 @@ def _row_differences(ours, theirs, pairs):
 
 # %% ../../nbs/compare/03_standings.ipynb #be226b9e
 def _one_method(reference):
-    "The name and the runs by pair of a reference, which is a single method; none: no name and no runs."
+    """The name and the runs by pair of a reference, which is a single method; none: no name and no
+    runs."""
     named = by_pair(list(reference)) if reference else {None: {}}
-    if len(named) > 1: raise ValueError(f"the reference holds {len(named)} methods ({', '.join(named)}), expected the records of one")
+    if len(named) > 1:
+        raise ValueError(
+            f"the reference holds {len(named)} methods ({', '.join(named)}), expected the "
+            "records of one"
+        )
     return next(iter(named.items()))
 
+# %% ../../nbs/compare/03_standings.ipynb #260a101f
 def _on_same_pairs(ours, theirs):
-    "Mean, smallest and largest difference over the pairs that both have, and their number; all None without any theirs."
+    """Mean, smallest and largest difference over the pairs that both have, and their number; all
+    None without any theirs."""
     d = [x - theirs[p] for p, x in ours.items() if x is not None and theirs.get(p) is not None]
-    return [float(np.mean(d)), min(d), max(d), len(d)] if d else [None, None, None, 0 if theirs else None]
+    return (
+        [float(np.mean(d)), min(d), max(d), len(d)]
+        if d
+        else [None, None, None, 0 if theirs else None]
+    )
 
+# %% ../../nbs/compare/03_standings.ipynb #327405ab
 def _aucs(runs): return {p: r["summary"]["retained_accuracy_auc"] for p, r in runs.items()}
 
 def exploratory_table(
     records: list[dict], # of one world; any number of pairs a method
-    reference: list[dict] = (), # records of one method of the same world, over the same pairs; none: no differences
+    # records of one method of the same world, over the same pairs; none: no differences
+    reference: list[dict] = (),
 ) -> Table: # the best AUC first
     "One row a method: means, range and paired difference to the reference; no tests."
     same_world([*records, *reference])
     (base, against), rows = _one_method(reference), []
     for name, runs in by_pair(records).items():
         auc = list(_aucs(runs).values())
-        rows.append([name, len(runs), float(np.mean(auc)), min(auc), max(auc), *_on_same_pairs(_aucs(runs), _aucs(against)), _mean_of(runs, "average_accuracy"), _mean_of(runs, "just_learned_accuracy"),
-                     _mean_of(runs, "average_forgetting"), _mean_of(runs, "worst_drop", max), _mean_of(runs, "adapter_mb"), _mean_of(runs, "cpu_latency_overhead", np.median)])
-    columns = ["method", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n", "final", "just learned", "forgotten", "worst drop", "MB kept", "CPU latency +"]
-    title = f"{records[0]['config']['stream']}, exploratory: means, smallest and largest of n (seed, order) pairs" + (f"; differences of the AUC to {base} on d n same pairs" if base else "") + "; no tests"
+        rows.append(
+            [
+                name,
+                len(runs),
+                float(np.mean(auc)),
+                min(auc),
+                max(auc),
+                *_on_same_pairs(_aucs(runs), _aucs(against)),
+                _mean_of(runs, "average_accuracy"),
+                _mean_of(runs, "just_learned_accuracy"),
+                _mean_of(runs, "average_forgetting"),
+                _mean_of(runs, "worst_drop", max),
+                _mean_of(runs, "adapter_mb"),
+                _mean_of(runs, "cpu_latency_overhead", np.median),
+            ]
+        )
+    columns = [
+        "method",
+        "n",
+        "AUC",
+        "min",
+        "max",
+        "difference",
+        "d min",
+        "d max",
+        "d n",
+        "final",
+        "just learned",
+        "forgotten",
+        "worst drop",
+        "MB kept",
+        "CPU latency +",
+    ]
+    title = (
+        f"{records[0]['config']['stream']}, exploratory: means, smallest and largest of n "
+        "(seed, order) pairs"
+        + (f"; differences of the AUC to {base} on d n same pairs" if base else "")
+        + "; no tests"
+    )
     return _means_table(title, columns, rows, records)
 
 # %% ../../nbs/compare/03_standings.ipynb #dcaab26c
-GROUPS = ("novel", "elicited", "shared instruction", "own instruction") # in this order, before any others
+# in this order, before any others
+GROUPS = ("novel", "elicited", "shared instruction", "own instruction")
 
 def task_groups(
     record: dict, # a run's record, with task_info
@@ -170,36 +338,100 @@ def task_groups(
     "Novel, elicited, shared and own instruction; a task stands in several."
     out = {}
     for i in record["task_info"]:
-        for g in filter(None, (i.get("group"), "shared instruction" if i.get("shared_instruction") else "own instruction")): out.setdefault(g, set()).add(i["name"])
+        for g in filter(
+            None,
+            (
+                i.get("group"),
+                "shared instruction" if i.get("shared_instruction") else "own instruction",
+            ),
+        ):
+            out.setdefault(g, set()).add(i["name"])
     return {g: out[g] for g in GROUPS if g in out} | out
 
+# %% ../../nbs/compare/03_standings.ipynb #e02f12d0
 def _group_rows(group, names, methods, against, sure):
     "A group's rows, the best AUC first."
     rows, theirs = [], {p: group_scores(r, names)["AUC"] for p, r in against.items()}
     for m, runs in methods.items():
         found = {p: group_scores(r, names) for p, r in runs.items()}
-        mean = {k: float(np.mean(v)) if (v := [f[k] for f in found.values() if f[k] is not None]) else None for k in ("AUC", "just learned", "final", "forgotten")}
+        mean = {
+            k: (
+                float(np.mean(v))
+                if (v := [f[k] for f in found.values() if f[k] is not None])
+                else None
+            )
+            for k in ("AUC", "just learned", "final", "forgotten")
+        }
         auc = {p: f["AUC"] for p, f in found.items()}
         known = [x for x in auc.values() if x is not None]
-        spread = [*bca_interval(known), None, None] if sure else [None, None, min(known, default=None), max(known, default=None)]
-        rows.append([group, len(names), m, len(runs), mean["AUC"], *spread, *_on_same_pairs(auc, theirs), mean["just learned"], mean["final"], mean["forgotten"]])
+        spread = (
+            [*bca_interval(known), None, None]
+            if sure
+            else [None, None, min(known, default=None), max(known, default=None)]
+        )
+        rows.append(
+            [
+                group,
+                len(names),
+                m,
+                len(runs),
+                mean["AUC"],
+                *spread,
+                *_on_same_pairs(auc, theirs),
+                mean["just learned"],
+                mean["final"],
+                mean["forgotten"],
+            ]
+        )
     return sorted(rows, key=lambda row: -1 if row[4] is None else row[4], reverse=True)
 
 # %% ../../nbs/compare/03_standings.ipynb #1e1a9970
 def grouped_table(
     records: list[dict], # of one world, with task_info
-    reference: list[dict] = (), # records of one method of the same world, over the same pairs; none: no differences
+    # records of one method of the same world, over the same pairs; none: no differences
+    reference: list[dict] = (),
     least: int = MAIN_PAIRS, # pairs of every method in a table that is not exploratory
 ) -> Table: # by group, the best AUC first, chance last
     "Measures of each method over the tasks of each group."
-    if lack := [r["run_id"] for r in records if not r.get("task_info")]: raise ValueError(f"records without task_info: {', '.join(lack[:3])}; their groups of tasks are not known")
+    if lack := [r["run_id"] for r in records if not r.get("task_info")]:
+        raise ValueError(
+            f"records without task_info: {', '.join(lack[:3])}; their groups of tasks are "
+            "not known"
+        )
     same_world([*records, *reference])
     (base, against), methods, rows = _one_method(reference), by_pair(records), []
     sure = all(len(runs) >= least for runs in methods.values())
-    columns = ["group", "tasks", "method", "n", "AUC", "95 % from", "to", "min", "max", "difference", "d min", "d max", "d n", "just learned", "final", "forgotten"]
-    for g, names in task_groups(records[0]).items(): rows += _group_rows(g, names, methods, against, sure) + _chance_row(columns, records, names, group=g, tasks=len(names))
-    title = (f"{records[0]['config']['stream']}, groups of tasks" + (": means over n (seed, order) pairs, with the 95 % interval of the AUC" if sure else ", exploratory: means, smallest and largest of n (seed, order) pairs; no tests")
-             + f"; differences of the AUC to {base} on d n same pairs" * bool(base))
+    columns = [
+        "group",
+        "tasks",
+        "method",
+        "n",
+        "AUC",
+        "95 % from",
+        "to",
+        "min",
+        "max",
+        "difference",
+        "d min",
+        "d max",
+        "d n",
+        "just learned",
+        "final",
+        "forgotten",
+    ]
+    for g, names in task_groups(records[0]).items():
+        rows += _group_rows(g, names, methods, against, sure) + _chance_row(
+            columns, records, names, group=g, tasks=len(names)
+        )
+    title = (
+        f"{records[0]['config']['stream']}, groups of tasks"
+        + (
+            ": means over n (seed, order) pairs, with the 95 % interval of the AUC"
+            if sure
+            else ", exploratory: means, smallest and largest of n (seed, order) pairs; no tests"
+        )
+        + f"; differences of the AUC to {base} on d n same pairs" * bool(base)
+    )
     return _known_columns(title, columns, rows)
 
 # %% ../../nbs/compare/03_standings.ipynb #788f5315
@@ -209,35 +441,95 @@ def _rebased(record):
     return record | dict(world=world | dict(digest=world.get("base_digest", world.get("digest"))))
 
 def fairness_table(
-    records: list[dict], # of worlds that differ in their instructions at most; those with own instructions among them
+    # of worlds that differ in their instructions at most; those with own instructions among them
+    records: list[dict],
 ) -> Table: # by method, its own instructions first; methods without other instructions are left out
     "What each method gives with other instructions, and the paired difference to its own."
     own = lambda r: r | dict(config=r["config"] | dict(instructions="own"))
     methods, rows = {}, []
     for m, runs in by_pair([_rebased(r) for r in records]).items():
         first = next(iter(runs.values()))
-        methods.setdefault(method_of(own(first)), {})[first["config"].get("instructions", "own")] = runs
+        methods.setdefault(method_of(own(first)), {})[
+            first["config"].get("instructions", "own")
+        ] = runs
     for m, kinds in methods.items():
         base = kinds.get("own", {})
-        for kind, runs in sorted(kinds.items(), key=lambda k: k[0] != "own") if len(kinds) > 1 or not base else ():
+        for kind, runs in (
+            sorted(kinds.items(), key=lambda k: k[0] != "own") if len(kinds) > 1 or not base else ()
+        ):
             auc = list(_aucs(runs).values())
-            rows.append([m, kind, len(runs), float(np.mean(auc)), min(auc), max(auc), *_on_same_pairs(_aucs(runs), _aucs(base) if kind != "own" else {}), _mean_of(runs, "average_accuracy"), _mean_of(runs, "just_learned_accuracy"), _mean_of(runs, "average_forgetting")])
-    columns = ["method", "instructions", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n", "final", "just learned", "forgotten"]
+            rows.append(
+                [
+                    m,
+                    kind,
+                    len(runs),
+                    float(np.mean(auc)),
+                    min(auc),
+                    max(auc),
+                    *_on_same_pairs(_aucs(runs), _aucs(base) if kind != "own" else {}),
+                    _mean_of(runs, "average_accuracy"),
+                    _mean_of(runs, "just_learned_accuracy"),
+                    _mean_of(runs, "average_forgetting"),
+                ]
+            )
+    columns = [
+        "method",
+        "instructions",
+        "n",
+        "AUC",
+        "min",
+        "max",
+        "difference",
+        "d min",
+        "d max",
+        "d n",
+        "final",
+        "just learned",
+        "forgotten",
+    ]
     rows += _chance_row(columns, records)
-    return Table(f"{records[0]['config']['stream']}, exploratory: other instructions; means, smallest and largest of n (seed, order) pairs, differences to own instructions on d n same pairs; no tests", columns, rows)
+    return Table(
+        f"{records[0]['config']['stream']}, exploratory: other instructions; means, "
+        "smallest and largest of n (seed, order) pairs, differences to own instructions "
+        "on d n same pairs; no tests",
+        columns,
+        rows,
+    )
 
 # %% ../../nbs/compare/03_standings.ipynb #9b849c77
 def tuned_single(
     records: list[dict], # records of a comparison
     adapter: str = "lora", # the reference
 ) -> float | None: # mean just-learned score of the tasks alone; None where no such run is there
-    "What the reference learns of each task alone, mean over its runs. Raises ValueError where they were run with several settings."
-    runs = [r for r in records if r["config"].get("protocol") == "single" and r["config"]["adapter"] == adapter]
-    rates = {json.dumps([[r["config"].get("training", {}).get(k) for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")], r["config"].get("adapter_config")]) for r in runs}
-    if len(rates) > 1: raise ValueError(f"{adapter} was run on single tasks with several settings ({', '.join(sorted(rates))}): keep the one that the development world chose")
+    """What the reference learns of each task alone, mean over its runs. Raises ValueError where
+    they were run with several settings."""
+    runs = [
+        r
+        for r in records
+        if r["config"].get("protocol") == "single" and r["config"]["adapter"] == adapter
+    ]
+    rates = {
+        json.dumps(
+            [
+                [
+                    r["config"].get("training", {}).get(k)
+                    for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")
+                ],
+                r["config"].get("adapter_config"),
+            ]
+        )
+        for r in runs
+    }
+    if len(rates) > 1:
+        raise ValueError(
+            f"{adapter} was run on single tasks with several settings "
+            f"({', '.join(sorted(rates))}): keep the one that the development world chose"
+        )
     return float(np.mean([r["summary"]["just_learned_accuracy"] for r in runs])) if runs else None
 
-def _verdict(good, sure): return "held" if good and sure else "in the mean, not shown" if good else "not held"
+# %% ../../nbs/compare/03_standings.ipynb #b633cc48
+def _verdict(good, sure):
+    return "held" if good and sure else "in the mean, not shown" if good else "not held"
 
 def target_table(
     records: list[dict], # of one world
@@ -249,16 +541,67 @@ def target_table(
 ) -> Table: # one row a target
     "Each target with its figure, its interval and whether it held."
     runs, single, rows = by_pair(records), tuned_single(records), []
-    if method not in runs: raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
-    lost, learned = (np.array(_column(runs[method], k)) for k in ("average_forgetting", "just_learned_accuracy"))
-    judged = lambda values, good, sure: _verdict(good, sure) if len(values) >= least else "too few pairs"
+    if method not in runs:
+        raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
+    lost, learned = (
+        np.array(_column(runs[method], k)) for k in ("average_forgetting", "just_learned_accuracy")
+    )
+    judged = lambda values, good, sure: (
+        _verdict(good, sure) if len(values) >= least else "too few pairs"
+    )
     low, high = bca_interval(lost)
-    rows.append(["forgotten", f"≤ {most_forgotten}", len(lost), float(lost.mean()), low, high, judged(lost, lost.mean() <= most_forgotten, high <= most_forgotten)])
+    rows.append(
+        [
+            "forgotten",
+            f"≤ {most_forgotten}",
+            len(lost),
+            float(lost.mean()),
+            low,
+            high,
+            judged(lost, lost.mean() <= most_forgotten, high <= most_forgotten),
+        ]
+    )
     if single:
         low, high = bca_interval(learned / single)
-        rows.append(["just learned, of LoRA's alone", f"≥ {least_learned}", len(learned), float(learned.mean() / single), low, high, judged(learned, learned.mean() / single >= least_learned, low >= least_learned)])
+        rows.append(
+            [
+                "just learned, of LoRA's alone",
+                f"≥ {least_learned}",
+                len(learned),
+                float(learned.mean() / single),
+                low,
+                high,
+                judged(learned, learned.mean() / single >= least_learned, low >= least_learned),
+            ]
+        )
     against = {r["opponent"]: r for r in paired_table(records, method, least=least).records()}
     for o in opponents:
-        if (r := against.get(o)) is None: rows.append([f"AUC above {o}", "> 0", len(runs.get(o, ())), None, None, None, "too few pairs" if o in runs else "not run"])
-        else: rows.append([f"AUC above {o}", "> 0", r["n"], r["difference"], r["95 % from"], r["to"], _verdict(r["difference"] > 0, r["95 % from"] > 0 and r["p (Holm)"] < .05)])
-    return Table(f"{method}: what was asked, and what it gave", ["target", "limit", "n", "figure", "95 % from", "to", "verdict"], rows)
+        if (r := against.get(o)) is None:
+            rows.append(
+                [
+                    f"AUC above {o}",
+                    "> 0",
+                    len(runs.get(o, ())),
+                    None,
+                    None,
+                    None,
+                    "too few pairs" if o in runs else "not run",
+                ]
+            )
+        else:
+            rows.append(
+                [
+                    f"AUC above {o}",
+                    "> 0",
+                    r["n"],
+                    r["difference"],
+                    r["95 % from"],
+                    r["to"],
+                    _verdict(r["difference"] > 0, r["95 % from"] > 0 and r["p (Holm)"] < 0.05),
+                ]
+            )
+    return Table(
+        f"{method}: what was asked, and what it gave",
+        ["target", "limit", "n", "figure", "95 % from", "to", "verdict"],
+        rows,
+    )

@@ -18,20 +18,25 @@ class TaskContext:
     name: str # the task's name, unique in the stream
     index: int # position in the stream, from 0
     n_steps: int # optimiser steps that this task gets
-    loader: Iterable[dict] # training batches of this task only, re-iterable; each a dict of tensors (b, n)
+    # training batches of this task only, re-iterable; each a dict of tensors (b, n)
+    loader: Iterable[dict]
     instruction: str = "" # the instruction as plain text
 
 # %% ../../nbs/ground/05_hooks.ipynb #9f6b8e32
 class StreamHooks:
     "The moments of a continual stream at which a method may act; each does nothing by default."
     def on_task_start(self, task: TaskContext) -> None:
-        "Before the first step of a task and before its optimiser is made: parameters may change or unfreeze here."
+        """Before the first step of a task and before its optimiser is made: parameters may change
+        or unfreeze here."""
     def extra_loss(self, model: nn.Module, batch: dict) -> Tensor | None:
-        "A scalar to add to the loss of an optimiser step, or None; `batch` is the step's first micro-batch."
+        """A scalar to add to the loss of an optimiser step, or None; `batch` is the step's first
+        micro-batch."""
     def micro_batch_loss(self, model: nn.Module, batch: dict, share: float) -> Tensor | None:
-        "After the forward pass of each micro-batch, whose part of the step's attended tokens is `share`: a scalar to add to its loss, or None."
+        """After the forward pass of each micro-batch, whose part of the step's attended tokens is
+        `share`: a scalar to add to its loss, or None."""
     def step_sums(self) -> dict[str, Tensor]:
-        "Counters and sums that forward and backward passes add to in place: what a step adds to them in several processes is added up before `after_backward`."
+        """Counters and sums that forward and backward passes add to in place: what a step adds to
+        them in several processes is added up before `after_backward`."""
         return {}
     def after_backward(self) -> None:
         "Gradients are complete and not yet clipped."
@@ -41,12 +46,15 @@ class StreamHooks:
     def after_optimizer_step(self, old: dict[str, Tensor]) -> None:
         "After each optimiser step; `old` holds the tracked parameters' values from before it."
     def on_step_skipped(self) -> None:
-        "In place of `after_optimizer_step`, where loss or gradient was not finite: nothing was updated, what was gathered for this step is to be dropped, and a schedule goes on."
+        """In place of `after_optimizer_step`, where loss or gradient was not finite: nothing was
+        updated, what was gathered for this step is to be dropped, and a schedule goes on."""
     def faults(self) -> dict[str, int]:
-        "Computations that failed and were replaced by what was there before, by name, counted since the stream began."
+        """Computations that failed and were replaced by what was there before, by name, counted
+        since the stream began."""
         return {}
     def may_choose(self) -> bool:
-        "Is what was trained so far what the task is to end with, as far as this hook can say? A budget that is still coming down says no."
+        """Is what was trained so far what the task is to end with, as far as this hook can say? A
+        budget that is still coming down says no."""
         return True
     def told(self) -> dict[str, float]:
         "Numbers of the last step, for the history of a run."
@@ -61,7 +69,8 @@ class StreamHooks:
         return {}
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         "Restore what `state_dict` gave."
-        if state: raise KeyError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
+        if state:
+            raise KeyError(f"{type(self).__name__} keeps no state, but was given {sorted(state)}")
 
 # %% ../../nbs/ground/05_hooks.ipynb #315a73d1
 def _total(parts):
@@ -75,23 +84,39 @@ class HookList(StreamHooks):
         hooks: Iterable[StreamHooks]): # hooks in the order in which they act
         self.hooks = list(hooks)
     def on_task_start(self, task): [h.on_task_start(task) for h in self.hooks]
-    def extra_loss(self, model, batch): return _total(h.extra_loss(model, batch) for h in self.hooks)
-    def micro_batch_loss(self, model, batch, share): return _total(h.micro_batch_loss(model, batch, share) for h in self.hooks)
-    def step_sums(self): return {f"{i}.{n}": t for i, h in enumerate(self.hooks) for n, t in h.step_sums().items()}
+    def extra_loss(self, model, batch):
+        return _total(h.extra_loss(model, batch) for h in self.hooks)
+    def micro_batch_loss(self, model, batch, share):
+        return _total(h.micro_batch_loss(model, batch, share) for h in self.hooks)
+    def step_sums(self):
+        return {f"{i}.{n}": t for i, h in enumerate(self.hooks) for n, t in h.step_sums().items()}
     def after_backward(self): [h.after_backward() for h in self.hooks]
-    def tracked_parameters(self): return {n: p for h in self.hooks for n, p in h.tracked_parameters().items()}
+    def tracked_parameters(self):
+        return {n: p for h in self.hooks for n, p in h.tracked_parameters().items()}
     def after_optimizer_step(self, old): [h.after_optimizer_step(old) for h in self.hooks]
     def on_step_skipped(self): [h.on_step_skipped() for h in self.hooks]
-    def faults(self): return {n: sum(h.faults().get(n, 0) for h in self.hooks) for n in sorted({n for h in self.hooks for n in h.faults()})}
+    def faults(self):
+        return {
+            n: sum(h.faults().get(n, 0) for h in self.hooks)
+            for n in sorted({n for h in self.hooks for n in h.faults()})
+        }
     def may_choose(self): return all([h.may_choose() for h in self.hooks])
     def told(self): return {k: v for h in self.hooks for k, v in h.told().items()}
     def should_stop(self): return any([h.should_stop() for h in self.hooks])
     def on_task_end(self, loader): [h.on_task_end(loader) for h in self.hooks]
     def _prefix(self, i): return f"{i}.{type(self.hooks[i]).__name__}."
     def state_dict(self):
-        return {self._prefix(i) + k: v for i, h in enumerate(self.hooks) for k, v in h.state_dict().items()}
+        return {
+            self._prefix(i) + k: v
+            for i, h in enumerate(self.hooks)
+            for k, v in h.state_dict().items()
+        }
     def load_state_dict(self, state):
         known = tuple(self._prefix(i) for i in range(len(self.hooks)))
         if foreign := [k for k in state if not k.startswith(known)]:
-            raise KeyError(f"checkpoint holds hook state {foreign[:3]}, expected names starting with {list(known)}: it belongs to other hooks")
-        for p, h in zip(known, self.hooks): h.load_state_dict({k[len(p):]: v for k, v in state.items() if k.startswith(p)})
+            raise KeyError(
+                f"checkpoint holds hook state {foreign[:3]}, expected names starting with "
+                f"{list(known)}: it belongs to other hooks"
+            )
+        for p, h in zip(known, self.hooks):
+            h.load_state_dict({k[len(p):]: v for k, v in state.items() if k.startswith(p)})

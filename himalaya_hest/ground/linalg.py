@@ -22,6 +22,7 @@ def philox_words(
     "Raw words of numpy's Philox-4x64 generator with the key (seed, stream)."
     return np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(n)
 
+# %% ../../nbs/ground/01_linalg.ipynb #e46c7cb4
 def philox_signs(
     seed: int,
     stream: int,
@@ -40,7 +41,11 @@ def philox_uniform(
     n: int,
 ) -> Tensor: # (n,) float32 in [−1, 1)
     "The upper 24 bits of each word, as a number in [−1, 1) that float32 holds exactly."
-    return torch.from_numpy(((philox_words(seed, stream, n) >> np.uint64(40)).astype(np.float64) / 2**23 - 1).astype(np.float32))
+    return torch.from_numpy(
+        ((philox_words(seed, stream, n) >> np.uint64(40)).astype(np.float64) / 2**23 - 1).astype(
+            np.float32
+        )
+    )
 
 # %% ../../nbs/ground/01_linalg.ipynb #51ff73df
 def unit(
@@ -49,6 +54,7 @@ def unit(
     "Divide by the Euclidean norm over the last dimension."
     return torch.nn.functional.normalize(x, dim=-1, eps=1e-12)
 
+# %% ../../nbs/ground/01_linalg.ipynb #9df2d7ca
 def reject(
     x: Tensor, # (..., d)
     frame: Tensor, # (k, d) rows, in general position or not
@@ -65,7 +71,8 @@ def leading_directions(
     k: int, # how many
     n_iterations: int = 12, # block power steps
 ) -> Tensor: # (k, d_in) orthonormal rows, by falling singular value
-    "Leading right singular vectors of the stacked matrices, by block power iteration from a fixed start."
+    """Leading right singular vectors of the stacked matrices, by block power iteration from a fixed
+    start."""
     d = matrices[0].shape[1]
     scale = max(float(m.abs().max()) for m in matrices) or 1.
     ms = [m.float() / scale for m in matrices]
@@ -80,7 +87,8 @@ def or_before(
     compute: Callable[[], Tensor], # a decomposition, or what is made of one
     before: Tensor, # what is kept where it fails
 ) -> tuple[Tensor, bool]: # the result, and whether it failed
-    "The result, or what was there before where the computation raises `LinAlgError` or gives numbers that are not finite."
+    """The result, or what was there before where the computation raises `LinAlgError` or gives
+    numbers that are not finite."""
     try: new = compute()
     except torch.linalg.LinAlgError: return before, True
     return (new, False) if bool(new.isfinite().all()) else (before, True)
@@ -107,6 +115,7 @@ def pack_symmetric(
     i, j = torch.triu_indices(*matrix.shape, device=matrix.device)
     return matrix[i, j]
 
+# %% ../../nbs/ground/01_linalg.ipynb #79f6a0cd
 def unpack_symmetric(
     triangle: Tensor, # (N(N+1)/2,)
 ) -> Tensor: # (N, N)
@@ -124,4 +133,7 @@ def quantise_rows(
 ) -> tuple[Tensor, Tensor]: # int8 (n, d) and float32 scales (n,)
     "Nearest int8 grid point with one scale a row; a zero row has scale 0."
     scale = x.abs().amax(-1) / 127
-    return torch.round(x / scale.clamp_min(1e-30)[:, None]).clamp(-127, 127).to(torch.int8), scale.float()
+    return (
+        torch.round(x / scale.clamp_min(1e-30)[:, None]).clamp(-127, 127).to(torch.int8),
+        scale.float(),
+    )

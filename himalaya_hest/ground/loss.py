@@ -17,10 +17,17 @@ def head_at(
     model: nn.Module, # a causal LM, bare or wrapped by PEFT
     where: Tensor, # (b, n) bool, positions whose logits are wanted
 ):
-    "Inside, the model's logits are (1, positions, vocabulary), row after row; `ValueError` for a model that names no output embeddings."
+    """Inside, the model's logits are (1, positions, vocabulary), row after row; `ValueError` for a
+    model that names no output embeddings."""
     head = model.get_output_embeddings()
-    if head is None: raise ValueError(f"{type(model).__name__} has no output embeddings (get_output_embeddings gives None); a causal language model is needed")
-    handle = head.register_forward_pre_hook(lambda module, args: (args[0][where.to(args[0].device)][None], *args[1:]))
+    if head is None:
+        raise ValueError(
+            f"{type(model).__name__} has no output embeddings (get_output_embeddings gives "
+            "None); a causal language model is needed"
+        )
+    handle = head.register_forward_pre_hook(
+        lambda module, args: (args[0][where.to(args[0].device)][None], *args[1:])
+    )
     try: yield
     finally: handle.remove()
 
@@ -37,21 +44,26 @@ def target_logits(
     picked = logits[0] if logits.shape[:2] == (1, len(targets)) else logits[where.to(logits.device)]
     return picked, targets.to(logits.device)
 
+# %% ../../nbs/ground/04_loss.ipynb #e2f582e7
 def target_loss(
     logits: Tensor, # (m, vocabulary)
     targets: Tensor, # (m,) int64
     n_targets: int | Tensor | None = None, # targets of the whole optimiser step; None: those given
 ) -> Tensor: # scalar, float32
     "Cross-entropy summed over the targets, divided by `n_targets`; 0 where there is no target."
-    return nn.functional.cross_entropy(logits.float(), targets, reduction="sum") / max(1, len(targets) if n_targets is None else n_targets)
+    return nn.functional.cross_entropy(logits.float(), targets, reduction="sum") / max(
+        1, len(targets) if n_targets is None else n_targets
+    )
 
 # %% ../../nbs/ground/04_loss.ipynb #e25a91ab
 def sampled_label_loss(
     logits: Tensor, # (m, vocabulary) predictions of the target tokens
     generator: torch.Generator, # draws the labels, on the CPU
 ) -> Tensor: # scalar: summed negative log-likelihood of labels drawn from the model
-    "Replace each target token by a draw from the model's own prediction at its place and sum their losses."
+    """Replace each target token by a draw from the model's own prediction at its place and sum
+    their losses."""
     kept = logits.float()
     noise = torch.rand(kept.shape, generator=generator).to(kept.device).clamp_min(1e-20)
-    drawn = (kept.detach() - (-noise.log()).log()).argmax(-1) # Gumbel-max: argmax(logit + Gumbel noise) ~ softmax
+    # Gumbel-max: argmax(logit + Gumbel noise) ~ softmax
+    drawn = (kept.detach() - (-noise.log()).log()).argmax(-1)
     return nn.functional.cross_entropy(kept, drawn, reduction="sum")

@@ -22,18 +22,29 @@ NEEDED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def start_processes(
     waits_h: float = 24., # hours that one may wait for another
 ): # accelerate.Accelerator
-    "Join the processes that were started together, if there are several; `ValueError` where they cannot work together."
+    """Join the processes that were started together, if there are several; `ValueError` where they
+    cannot work together."""
     from accelerate import Accelerator
     n, cuda = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()
     if n > 1 and not dist.is_initialized():
         if missing := [k for k in NEEDED if k not in os.environ]:
-            raise ValueError(f"WORLD_SIZE is {n}, but {', '.join(missing)} is not set: start the processes with torchrun --nproc-per-node {n}, or unset WORLD_SIZE")
+            raise ValueError(
+                f"WORLD_SIZE is {n}, but {', '.join(missing)} is not set: start the "
+                f"processes with torchrun --nproc-per-node {n}, or unset WORLD_SIZE"
+            )
         local = int(os.environ["LOCAL_RANK"])
-        if cuda and local >= torch.cuda.device_count(): raise ValueError(f"process {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; start as many processes a machine")
+        if cuda and local >= torch.cuda.device_count():
+            raise ValueError(
+                f"process {local} of this machine has no GPU of its own: there are "
+                f"{torch.cuda.device_count()}; start as many processes a machine"
+            )
         if cuda: torch.cuda.set_device(local)
-        dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo", timeout=timedelta(hours=waits_h))
+        dist.init_process_group(
+            "cuda:nccl,cpu:gloo" if cuda else "gloo", timeout=timedelta(hours=waits_h)
+        )
     return Accelerator(cpu=not cuda)
 
+# %% ../../nbs/ground/09_parallel.ipynb #0344ba37
 def with_processes(
     parameters: dict, # of a run, as given
 ) -> dict: # with training.num_processes
@@ -41,13 +52,20 @@ def with_processes(
     n, training = num_processes(), parameters.get("training") or {}
     if not isinstance(training, dict): return parameters # which is refused elsewhere
     asked = training.get("num_processes", n)
-    if asked != n: raise ValueError(f"parameter training.num_processes = {asked!r}, but this run was started as {n} process{'es' * (n > 1)}: torchrun --nproc-per-node {asked} -m himalaya_hest.jobs.launch ..., or change the parameter (it is another training: a step has its rows times that number)")
+    if asked != n:
+        raise ValueError(
+            f"parameter training.num_processes = {asked!r}, but this run was started as "
+            f"{n} process{'es' * (n > 1)}: torchrun --nproc-per-node {asked} -m "
+            "himalaya_hest.jobs.launch ..., or change the parameter (it is another "
+            "training: a step has its rows times that number)"
+        )
     return parameters | dict(training=training | dict(num_processes=n)) if n > 1 else parameters
 
 # %% ../../nbs/ground/09_parallel.ipynb #d1c1aea5
 class ProcessesDiffer(RuntimeError):
     "Processes that share a run do not hold the same."
 
+# %% ../../nbs/ground/09_parallel.ipynb #4136ed01
 def check_same(
     tensors: dict[str, Tensor], # what must be the same; the names may differ where they should not
     when: str, # for the message
@@ -55,5 +73,11 @@ def check_same(
     "`ProcessesDiffer` names what is not the same in all processes."
     if num_processes() == 1: return
     if names := differing({n: tensor_digest({n: t}) for n, t in tensors.items()}):
-        raise ProcessesDiffer(f"{when}, processes of this run hold different values in {', '.join(names[:5])}{' ...' if len(names) > 5 else ''} (seen in process {process_index()}). What a hook keeps of a step's rows must be named in step_sums, "
-                              "and nothing may depend on the process or on its clock; all machines must have the same kind of processor or GPU")
+        raise ProcessesDiffer(
+            f"{when}, processes of this run hold different values in "
+            f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''} (seen in process "
+            f"{process_index()}). What a hook keeps of a step's rows must be named in "
+            "step_sums, "
+            "and nothing may depend on the process or on its clock; all machines must have "
+            "the same kind of processor or GPU"
+        )

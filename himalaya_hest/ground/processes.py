@@ -23,16 +23,23 @@ _ALONE = contextvars.ContextVar("alone", default=False)
 
 def num_processes() -> int:
     "Processes that share this run."
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() and not _ALONE.get() else 1
+    return (
+        dist.get_world_size()
+        if dist.is_available() and dist.is_initialized() and not _ALONE.get()
+        else 1
+    )
 
+# %% ../../nbs/ground/08_processes.ipynb #6b7d48db
 def process_index() -> int:
     "Which of them this is, from 0."
     return dist.get_rank() if num_processes() > 1 else 0
 
+# %% ../../nbs/ground/08_processes.ipynb #3dfe0ffe
 def is_main_process() -> bool:
     "Is this the one that writes files and speaks?"
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
+# %% ../../nbs/ground/08_processes.ipynb #5245c042
 @contextlib.contextmanager
 def as_only_process():
     "Inside, this process exchanges nothing with others."
@@ -48,8 +55,12 @@ def summed(
     if num_processes() == 1: return list(tensors)
     flat = torch.cat([t.detach().reshape(-1).to(tensors[0].device, torch.float64) for t in tensors])
     dist.all_reduce(flat)
-    return [part.view(t.shape).to(t.device, t.dtype) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors)]
+    return [
+        part.view(t.shape).to(t.device, t.dtype)
+        for part, t in zip(flat.split([t.numel() for t in tensors]), tensors)
+    ]
 
+# %% ../../nbs/ground/08_processes.ipynb #c6862264
 def largest(
     *numbers: int,
 ) -> tuple[int, ...]:
@@ -73,6 +84,7 @@ def gathered(
     dist.all_gather(out, own)
     return [bytes(t[:int(n)].numpy()) for t, n in zip(out, sizes)]
 
+# %% ../../nbs/ground/08_processes.ipynb #becd92ff
 def bytes_from_main(
     data: bytes = b"", # of the first process; ignored elsewhere
 ) -> bytes:
@@ -80,25 +92,38 @@ def bytes_from_main(
     if num_processes() == 1: return data
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0)
-    out = torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_main_process() and data else torch.zeros(int(size), dtype=torch.uint8)
+    out = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if is_main_process() and data
+        else torch.zeros(int(size), dtype=torch.uint8)
+    )
     if int(size): dist.broadcast(out, 0)
     return bytes(out.numpy())
 
+# %% ../../nbs/ground/08_processes.ipynb #4c8840d2
 def from_main(
     tensor: Tensor, # of the first process; elsewhere any of the same dtype
 ) -> Tensor:
     "The first process' tensor, whatever its shape."
     if num_processes() == 1: return tensor
     shape = json.loads(bytes_from_main(json.dumps(list(tensor.shape)).encode()))
-    out = tensor.detach().contiguous().clone() if is_main_process() else torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    out = (
+        tensor.detach().contiguous().clone()
+        if is_main_process()
+        else torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    )
     dist.broadcast(out, 0)
     return out
+
+# %% ../../nbs/ground/08_processes.ipynb #7354fad7
 def tensors_from_main(
     tensors: dict[str, Tensor], # of the first process, on the CPU; ignored elsewhere
 ) -> dict[str, Tensor]:
     "The first process' named tensors."
     if num_processes() == 1: return tensors
-    return load_safetensors(bytes_from_main(save_safetensors(tensors) if is_main_process() else b""))
+    return load_safetensors(
+        bytes_from_main(save_safetensors(tensors) if is_main_process() else b"")
+    )
 
 # %% ../../nbs/ground/08_processes.ipynb #0c2c61da
 @contextlib.contextmanager
@@ -108,9 +133,11 @@ def main_first():
     yield
     if num_processes() > 1 and is_main_process(): dist.barrier()
 
+# %% ../../nbs/ground/08_processes.ipynb #b5b9e198
 class MainStopped(SystemExit):
     "The first process gave up, and told why."
 
+# %% ../../nbs/ground/08_processes.ipynb #82fb3d72
 class Leading:
     "What the first process does while the others wait in `followed`, which is told how it ended."
     def __init__(self): self.said = False
@@ -125,11 +152,13 @@ class Leading:
         bytes_from_main(b"")
         bytes_from_main(word)
 
+# %% ../../nbs/ground/08_processes.ipynb #42e4d354
 def followed() -> bytes: # what the first process said
     "Wait for the first process; `MainStopped` where an error ended what it did."
     if bytes_from_main(): raise MainStopped(1)
     return bytes_from_main()
 
+# %% ../../nbs/ground/08_processes.ipynb #b07d39b8
 def on_main(
     work: Callable[[], bytes],
 ) -> bytes: # what the first process' work gave, in every process
@@ -140,6 +169,7 @@ def on_main(
         others.say(out)
     return out
 
+# %% ../../nbs/ground/08_processes.ipynb #bba6bf3b
 def differing(
     digests: dict[str, str], # name → digest; the same names in every process
 ) -> list[str]: # names

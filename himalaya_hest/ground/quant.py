@@ -19,13 +19,23 @@ def group_codes(
     bits: int, # 2, 3, 4 or 8
     group: int, # numbers that share a scale
 ) -> tuple[Tensor, Tensor]: # float64 codes (n, ⌈d/group⌉, group) in −T..T−1, float16 scales (n, ⌈d/group⌉)
-    "Codes and least-squares scales of every group; the last group of a row is filled up with zeros. `ValueError` for other bits, shapes, or numbers that are not finite."
-    if bits not in BITS or group < 1: raise ValueError(f"bits must be one of {BITS} and group positive, got bits={bits}, group={group}")
+    """Codes and least-squares scales of every group; the last group of a row is filled up with
+    zeros. `ValueError` for other bits, shapes, or numbers that are not finite."""
+    if bits not in BITS or group < 1:
+        raise ValueError(
+            f"bits must be one of {BITS} and group positive, got bits={bits}, group={group}"
+        )
     if x.dim() != 2 or not x.is_floating_point() or x.shape[1] == 0:
-        raise ValueError(f"expected a floating-point matrix (n, d) with d > 0, got {x.dtype} of shape {tuple(x.shape)}")
-    if not bool(torch.isfinite(x).all()): raise ValueError("cannot quantise a matrix that holds inf or nan")
+        raise ValueError(
+            f"expected a floating-point matrix (n, d) with d > 0, got {x.dtype} of shape "
+            f"{tuple(x.shape)}"
+        )
+    if not bool(torch.isfinite(x).all()):
+        raise ValueError("cannot quantise a matrix that holds inf or nan")
     top, n_groups = 2 ** (bits - 1), -(-x.shape[1] // group)
-    g = torch.nn.functional.pad(x.detach().double(), (0, n_groups * group - x.shape[1])).view(len(x), n_groups, group)
+    g = torch.nn.functional.pad(x.detach().double(), (0, n_groups * group - x.shape[1])).view(
+        len(x), n_groups, group
+    )
     high, low = g.amax(-1, keepdim=True), g.amin(-1, keepdim=True)
     start = torch.where(high >= -low, high, low) / -top
     codes = torch.round(g / torch.where(start == 0, 1., start)).clamp(-top, top - 1)
@@ -45,6 +55,7 @@ def pack_planes(
     place = torch.arange(8, dtype=torch.uint8, device=codes.device)
     return (((eights >> plane) & 1) << place).sum(-1, dtype=torch.uint8)
 
+# %% ../../nbs/ground/03_quant.ipynb #4b3c9085
 def unpack_planes(
     planes: Tensor, # (n, bits, ⌈d/8⌉) uint8
     width: int, # d
@@ -53,7 +64,11 @@ def unpack_planes(
     n, bits, n_bytes = planes.shape
     place = torch.arange(8, dtype=torch.uint8, device=planes.device)
     plane = torch.arange(bits, dtype=torch.uint8, device=planes.device).view(-1, 1, 1)
-    return (((planes[..., None] >> place) & 1) << plane).sum(1, dtype=torch.uint8).view(n, 8 * n_bytes)[:, :width]
+    return (
+        (((planes[..., None] >> place) & 1) << plane)
+        .sum(1, dtype=torch.uint8)
+        .view(n, 8 * n_bytes)[:, :width]
+    )
 
 # %% ../../nbs/ground/03_quant.ipynb #974b7042
 def quantise_groups(
@@ -63,8 +78,12 @@ def quantise_groups(
 ) -> tuple[Tensor, Tensor]: # uint8 bit planes (n, bits, ⌈d/8⌉) of the codes plus T, float16 scales (n, ⌈d/group⌉)
     "Nearest grid points, bit-packed; quantising what they stand for gives the same bytes again."
     codes, scales = group_codes(x, bits, group)
-    return pack_planes((codes + 2 ** (bits - 1)).to(torch.uint8).flatten(1)[:, :x.shape[1]], bits), scales
+    return (
+        pack_planes((codes + 2 ** (bits - 1)).to(torch.uint8).flatten(1)[:, : x.shape[1]], bits),
+        scales,
+    )
 
+# %% ../../nbs/ground/03_quant.ipynb #30e9ff19
 def dequantise_groups(
     planes: Tensor, # uint8 (n, bits, ⌈d/8⌉)
     scales: Tensor, # float16 (n, ⌈d/group⌉)
@@ -74,7 +93,10 @@ def dequantise_groups(
     "The grid points; `ValueError` if the shapes do not belong together."
     n, bits, n_bytes = planes.shape
     if bits not in BITS or n_bytes != -(-width // 8) or scales.shape != (n, -(-width // group)):
-        raise ValueError(f"planes {tuple(planes.shape)} and scales {tuple(scales.shape)} do not belong to rows of width {width} in groups of {group}")
+        raise ValueError(
+            f"planes {tuple(planes.shape)} and scales {tuple(scales.shape)} do not belong "
+            f"to rows of width {width} in groups of {group}"
+        )
     codes = unpack_planes(planes, width).float() - 2 ** (bits - 1)
     return codes * scales.float().repeat_interleave(group, 1)[:, :width]
 
@@ -87,6 +109,7 @@ def snap_groups(
     "The grid points nearest to the rows of x."
     return dequantise_groups(*quantise_groups(x, bits, group), x.shape[1], group)
 
+# %% ../../nbs/ground/03_quant.ipynb #f863d629
 def grouped_bytes(
     n: int, # rows
     width: int, # d

@@ -21,12 +21,20 @@ def without_bars():
     try: yield
     finally: hf_logging.enable_progress_bar() if shown else None
 
+# %% ../../nbs/ground/10_quiet.ipynb #cc476f17
 @contextlib.contextmanager
 def quiet():
-    "Libraries say nothing in here; filters of warnings, levels of logging, bars and the handler of SIGTERM are as they were afterwards."
+    """Libraries say nothing in here; filters of warnings, levels of logging, bars and the handler
+    of SIGTERM are as they were afterwards."""
     from transformers.utils import logging as hf_logging
     verbosity, handler = hf_logging.get_verbosity(), signal.getsignal(signal.SIGTERM)
-    levels = {log: log.level for log in map(logging.getLogger, ("bitsandbytes", "bitsandbytes.backends.cpu.ops", "torch._dynamo", "torch._inductor"))}
+    levels = {
+        log: log.level
+        for log in map(
+            logging.getLogger,
+            ("bitsandbytes", "bitsandbytes.backends.cpu.ops", "torch._dynamo", "torch._inductor"),
+        )
+    }
     try:
         with warnings.catch_warnings(), without_bars():
             warnings.simplefilter("ignore"); hf_logging.set_verbosity_error()

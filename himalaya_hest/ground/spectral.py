@@ -17,16 +17,34 @@ def top_directions(
     rank: int, # R
     seed: int = 0, # of the random matrix, where one is used
 ) -> tuple[Tensor, Tensor, Tensor]: # U (R, d_out), σ (R), V (R, d_in): float32, rows of U and V orthonormal, σ falling
-    "The R leading singular pairs. `ValueError` for a rank that the matrix does not have, or numbers that are not finite."
-    if weight.dim() != 2 or not weight.is_floating_point(): raise ValueError(f"expected a floating-point matrix (d_out, d_in), got {weight.dtype} of shape {tuple(weight.shape)}; dequantise it first")
+    """The R leading singular pairs. `ValueError` for a rank that the matrix does not have, or
+    numbers that are not finite."""
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(
+            f"expected a floating-point matrix (d_out, d_in), got {weight.dtype} of shape "
+            f"{tuple(weight.shape)}; dequantise it first"
+        )
     small = min(weight.shape)
-    if not 1 <= rank <= small: raise ValueError(f"rank is {rank}; a matrix of shape {tuple(weight.shape)} has 1 to {small} directions")
-    if weight.is_meta: return tuple(torch.empty(s, device="meta") for s in ((rank, weight.shape[0]), (rank,), (rank, weight.shape[1])))
-    if not bool(torch.isfinite(weight).all()): raise ValueError("cannot decompose a matrix that holds inf or nan")
+    if not 1 <= rank <= small:
+        raise ValueError(
+            f"rank is {rank}; a matrix of shape {tuple(weight.shape)} has 1 to {small} "
+            "directions"
+        )
+    if weight.is_meta:
+        return tuple(
+            torch.empty(s, device="meta")
+            for s in ((rank, weight.shape[0]), (rank,), (rank, weight.shape[1]))
+        )
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("cannot decompose a matrix that holds inf or nan")
     w = weight.detach().float()
     with torch.random.fork_rng(devices=[w.device] if w.is_cuda else []):
         torch.manual_seed(seed)
-        u, s, v = torch.svd_lowrank(w, min(rank + 10, small), niter=4) if small > EXACT_UP_TO else torch.linalg.svd(w, full_matrices=False)
+        u, s, v = (
+            torch.svd_lowrank(w, min(rank + 10, small), niter=4)
+            if small > EXACT_UP_TO
+            else torch.linalg.svd(w, full_matrices=False)
+        )
     v = v if small > EXACT_UP_TO else v.T
     u, s, v = u[:, :rank].T, s[:rank], v[:, :rank].T
     sign = torch.where(u.gather(1, u.abs().argmax(1, keepdim=True)) < 0, -1., 1.)

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 # %% ../../nbs/ground/06_table.ipynb #d208c3bb
 def _shown(x):
-    "A cell's text: three decimals for shares, no digits that mean nothing, a dash for what is not known."
+    """A cell's text: three decimals for shares, no digits that mean nothing, a dash for what is not
+    known."""
     if x is None or isinstance(x, float) and math.isnan(x): return "–"
     if isinstance(x, bool) or not isinstance(x, (int, float)): return str(x)
     if isinstance(x, int): return f"{x:,}"
     return f"{x:.3f}" if abs(x) < 100 else f"{x:,.0f}"
 
+# %% ../../nbs/ground/06_table.ipynb #479feee1
 @dataclass(repr=False)
 class Table:
     "Rows under named columns."
@@ -31,9 +33,17 @@ class Table:
     def __repr__(self):
         cells = [list(map(str, self.columns))] + [list(map(_shown, row)) for row in self.rows]
         width = [max(map(len, column)) for column in zip(*cells)]
-        left = [not any(isinstance(row[k], (int, float)) for row in self.rows) for k in range(len(width))]
-        lines = ["  ".join(c.ljust(w) if l else c.rjust(w) for c, w, l in zip(row, width, left)).rstrip() for row in cells]
-        return "\n".join([self.title, lines[0], "-" * (sum(width) + 2 * len(width) - 2)] + lines[1:])
+        left = [
+            not any(isinstance(row[k], (int, float)) for row in self.rows)
+            for k in range(len(width))
+        ]
+        lines = [
+            "  ".join(c.ljust(w) if l else c.rjust(w) for c, w, l in zip(row, width, left)).rstrip()
+            for row in cells
+        ]
+        return "\n".join(
+            [self.title, lines[0], "-" * (sum(width) + 2 * len(width) - 2)] + lines[1:]
+        )
 
 # %% ../../nbs/ground/06_table.ipynb #0e195a0b
 def table_html(
@@ -41,19 +51,31 @@ def table_html(
 ) -> str: # an HTML table
     "The table in HTML, numbers to the right."
     from html import escape
-    cell = lambda x, tag: f'<{tag} style="text-align:{"right" if isinstance(x, (int, float)) else "left"}">{escape(_shown(x))}</{tag}>'
+    cell = (
+        lambda x, tag: f'<{tag} '
+        f'style="text-align:{"right" if isinstance(x, (int, float)) else "left"}">{escape(_shown(x))}</{tag}>'
+    )
     head = "".join(cell(c, "th") for c in table.columns)
     body = "\n".join("<tr>" + "".join(cell(x, "td") for x in row) + "</tr>" for row in table.rows)
     return f"<table><caption>{escape(table.title)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
 
+# %% ../../nbs/ground/06_table.ipynb #da1c14be
 def table_markdown(
     table: Table, # a table
     columns: tuple | None = None, # names of those that are wanted; None: all
 ) -> str: # a Markdown table
     "The title and the table in Markdown."
     keep = [i for i, c in enumerate(table.columns) if columns is None or c in columns]
-    plain = lambda text: " ".join(text.splitlines()).replace("<", "&lt;") # names and labels come from data: no HTML, no lines of their own
+    # names and labels come from data: no HTML, no lines of their own
+    plain = lambda text: " ".join(text.splitlines()).replace("<", "&lt;")
     line = lambda cells: "| " + " | ".join(plain(cells[i]).replace("|", "\\|") for i in keep) + " |"
-    return "\n".join([f"{plain(table.title)}:\n", line(list(map(str, table.columns))), "|" + "---|" * len(keep)] + [line(list(map(_shown, row))) for row in table.rows])
+    return "\n".join(
+        [f"{plain(table.title)}:\n", line(list(map(str, table.columns))), "|" + "---|" * len(keep)]
+        + [line(list(map(_shown, row))) for row in table.rows]
+    )
 
-Table._repr_html_, Table._repr_markdown_, Table.markdown = table_html, table_markdown, table_markdown
+Table._repr_html_, Table._repr_markdown_, Table.markdown = (
+    table_html,
+    table_markdown,
+    table_markdown,
+)

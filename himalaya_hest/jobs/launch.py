@@ -19,12 +19,17 @@ from ..ground.processes import is_main_process
 def main(
     arguments: list, # of the command line
 ) -> int: # exit status
-    "`python -m himalaya_hest.jobs.launch run.yaml [name=value ...]`: run what the files and parameters say; 2 for a mistake in them."
+    """`python -m himalaya_hest.jobs.launch run.yaml [name=value ...]`: run what the files and
+    parameters say; 2 for a mistake in them."""
     try:
         record = run_continual(read_arguments(arguments))
         if is_main_process() and "summary" in record:
             folder = Path(record["config"]["results_dir"])/record["run_id"]
-            print(f"\n{record}\n\n{folder}: {', '.join(sorted(p.name for p in folder.iterdir() if not p.name.startswith('.')))}. `himalaya-hest evaluate {folder.parent}` makes figures of it.")
+            print(
+                f"\n{record}\n\n{folder}: "
+                f"{', '.join(sorted(p.name for p in folder.iterdir() if not p.name.startswith('.')))}. "
+                f"`himalaya-hest evaluate {folder.parent}` makes figures of it."
+            )
     except ValueError as e:
         if is_main_process(): print(e, file=sys.stderr)
         return 2

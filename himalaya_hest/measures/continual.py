@@ -15,16 +15,24 @@ import numpy as np
 def as_matrix(
     matrix, # T rows of T scores in [0, 1]; None or nan where a task was not seen yet
 ) -> np.ndarray: # (T, T) float64, nan where not seen
-    "The score matrix as an array. Raises ValueError if it is not square, holds a score outside [0, 1], or lacks one other than all earlier tasks of a row before the last."
+    """The score matrix as an array. Raises ValueError if it is not square, holds a score outside
+    [0, 1], or lacks one other than all earlier tasks of a row before the last."""
     rows = [list(r) if np.iterable(r) else [r] for r in matrix]
     if not rows or any(len(r) != len(rows) for r in rows):
-        raise ValueError(f"the score matrix has {len(rows)} rows of lengths {sorted({len(r) for r in rows})}, expected T rows of T scores each")
+        raise ValueError(
+            f"the score matrix has {len(rows)} rows of lengths "
+            f"{sorted({len(r) for r in rows})}, expected T rows of T scores each"
+        )
     R = np.array([[np.nan if x is None else x for x in r] for r in rows], dtype=np.float64)
     gaps = np.isnan(R) & np.tri(len(R), dtype=bool)
-    gaps[:-1][(gaps.sum(1) == np.arange(len(R)))[:-1] & ~np.isnan(np.diag(R))[:-1]] = False # rows of the task just learned alone
+    # rows of the task just learned alone
+    gaps[:-1][(gaps.sum(1) == np.arange(len(R)))[:-1] & ~np.isnan(np.diag(R))[:-1]] = False
     if missing := [(int(i), int(j)) for i, j in np.argwhere(gaps)]:
-        raise ValueError(f"score of task {missing[0][1]} after task {missing[0][0]} is missing ({len(missing)} such entries): after each task its own score is needed, "
-                         "and those of the earlier tasks all or none; after the last task all")
+        raise ValueError(
+            f"score of task {missing[0][1]} after task {missing[0][0]} is missing "
+            f"({len(missing)} such entries): after each task its own score is needed, "
+            "and those of the earlier tasks all or none; after the last task all"
+        )
     outside = R[~np.isnan(R) & ~((R >= 0) & (R <= 1))]
     if outside.size:
         raise ValueError(f"score {outside[0]:g} is outside [0, 1]: give shares of 1, never percent")
@@ -55,19 +63,27 @@ def retained_accuracy(
     R, rows = as_matrix(matrix), evaluated_rows(matrix)
     return np.array([R[i, :i + 1].mean() if i in rows else np.nan for i in range(len(R))])
 
+# %% ../../nbs/measures/04_continual.ipynb #a3caa7f1
 def retained_accuracy_auc(
     matrix, # (T, T) scores
 ) -> float: # in [0, 1]
-    "Mean over the evaluated rows i of the mean over j <= i (average incremental accuracy, Rebuffi et al. 2017)."
+    """Mean over the evaluated rows i of the mean over j <= i (average incremental accuracy, Rebuffi
+    et al. 2017)."""
     return float(retained_accuracy(matrix)[evaluated_rows(matrix)].mean())
 
+# %% ../../nbs/measures/04_continual.ipynb #30fdd597
 def retained_accuracy_auc_trapezoid(
     matrix, # (T, T) scores
 ) -> float: # in [0, 1]; the single score where one row was evaluated
-    "Area under the retained-accuracy curve by the trapezoid rule, divided by the tasks between its first and last evaluated point."
+    """Area under the retained-accuracy curve by the trapezoid rule, divided by the tasks between
+    its first and last evaluated point."""
     rows = evaluated_rows(matrix)
     a = retained_accuracy(matrix)[rows]
-    return float(((a[1:] + a[:-1]) / 2 * np.diff(rows)).sum() / (rows[-1] - rows[0])) if len(a) > 1 else float(a[0])
+    return (
+        float(((a[1:] + a[:-1]) / 2 * np.diff(rows)).sum() / (rows[-1] - rows[0]))
+        if len(a) > 1
+        else float(a[0])
+    )
 
 # %% ../../nbs/measures/04_continual.ipynb #97c2fb41
 def average_accuracy(
@@ -76,10 +92,12 @@ def average_accuracy(
     "Mean of the last row: all tasks after the whole stream (ACC of Lopez-Paz & Ranzato 2017)."
     return float(as_matrix(matrix)[-1].mean())
 
+# %% ../../nbs/measures/04_continual.ipynb #81fcb702
 def just_learned_accuracy(
     matrix, # (T, T) scores
 ) -> float: # in [0, 1]
-    "Mean of the diagonal: each task right after it was trained (learning accuracy, Riemer et al. 2019)."
+    """Mean of the diagonal: each task right after it was trained (learning accuracy, Riemer et al.
+    2019)."""
     return float(np.diag(as_matrix(matrix)).mean())
 
 # %% ../../nbs/measures/04_continual.ipynb #f4857902
@@ -91,6 +109,7 @@ def forgetting_per_task(
     T = len(R)
     return np.array([np.nanmax(R[j:T - 1, j]) - R[T - 1, j] for j in range(T - 1)] + [np.nan])
 
+# %% ../../nbs/measures/04_continual.ipynb #ce8a2553
 def average_forgetting(
     matrix, # (T, T) scores
 ) -> float: # in [-1, 1], positive is forgetting; nan where T = 1
@@ -98,6 +117,7 @@ def average_forgetting(
     f = forgetting_per_task(matrix)[:-1]
     return float(f.mean()) if f.size else float("nan")
 
+# %% ../../nbs/measures/04_continual.ipynb #32f39773
 def worst_drop(
     matrix, # (T, T) scores
 ) -> float: # in [-1, 1]; nan where T = 1
@@ -105,6 +125,7 @@ def worst_drop(
     f = forgetting_per_task(matrix)[:-1]
     return float(f.max()) if f.size else float("nan")
 
+# %% ../../nbs/measures/04_continual.ipynb #38b867b0
 def backward_transfer(
     matrix, # (T, T) scores
 ) -> float: # in [-1, 1], negative is forgetting; nan where T = 1
@@ -117,24 +138,30 @@ def backward_transfer(
 def _per_task(scores, T, what):
     "A vector of T scores in [0, 1], checked."
     s = np.array([np.nan if x is None else x for x in scores], dtype=np.float64)
-    if s.shape != (T,): raise ValueError(f"{what} has {s.size} scores, expected one for each of the {T} tasks")
-    if not ((s >= 0) & (s <= 1)).all(): raise ValueError(f"{what} must hold shares of 1 in [0, 1] and no nan, got {s.tolist()}")
+    if s.shape != (T,):
+        raise ValueError(f"{what} has {s.size} scores, expected one for each of the {T} tasks")
+    if not ((s >= 0) & (s <= 1)).all():
+        raise ValueError(f"{what} must hold shares of 1 in [0, 1] and no nan, got {s.tolist()}")
     return s
 
+# %% ../../nbs/measures/04_continual.ipynb #e2e08755
 def forward_transfer(
     matrix, # (T, T) scores with R[j-1, j] measured
     zero_shot, # (T,) scores of the untrained adapter
 ) -> float: # in [-1, 1]; nan where T = 1 or an entry above the diagonal was not measured
-    "Mean over all tasks but the first of R[j-1, j] - zero_shot[j] (FWT of Lopez-Paz & Ranzato 2017)."
+    """Mean over all tasks but the first of R[j-1, j] - zero_shot[j] (FWT of Lopez-Paz & Ranzato
+    2017)."""
     R = as_matrix(matrix)
     d = np.diag(R, 1) - _per_task(zero_shot, len(R), "zero_shot")[1:]
     return float(d.mean()) if d.size else float("nan")
 
+# %% ../../nbs/measures/04_continual.ipynb #6d9df86e
 def intransigence(
     matrix, # (T, T) scores
     single, # (T,) scores of the same adapter trained on each task alone
 ) -> float: # in [-1, 1], positive where the stream learns worse
-    "Mean over tasks of single[j] - R[j, j] (Chaudhry et al. 2018, with the task alone as the reference)."
+    """Mean over tasks of single[j] - R[j, j] (Chaudhry et al. 2018, with the task alone as the
+    reference)."""
     R = as_matrix(matrix)
     return float((_per_task(single, len(R), "single") - np.diag(R)).mean())
 
@@ -146,9 +173,15 @@ def other_conventions(
     "The numbers of O-LoRA, TRACE and SAPT under their own names."
     R = as_matrix(matrix)
     over_T = float((R[-1] - np.diag(R)).mean())
-    out = dict(olora_average_accuracy=average_accuracy(R), trace_op=average_accuracy(R), trace_bwt=over_T,
-               sapt_ap=average_accuracy(R), sapt_forgetting_rate=average_forgetting(R), sapt_bwt=over_T,
-               just_learned_drop=0. - backward_transfer(R))
+    out = dict(
+        olora_average_accuracy=average_accuracy(R),
+        trace_op=average_accuracy(R),
+        trace_bwt=over_T,
+        sapt_ap=average_accuracy(R),
+        sapt_forgetting_rate=average_forgetting(R),
+        sapt_bwt=over_T,
+        just_learned_drop=0.0 - backward_transfer(R),
+    )
     return out if single is None else out | dict(sapt_fwt=0. - intransigence(R, single))
 
 # %% ../../nbs/measures/04_continual.ipynb #d7b7797a
@@ -159,9 +192,24 @@ def continual_summary(
 ) -> dict[str, float | None]: # name -> share of 1; None where undefined
     "Every metric of this module by name. Raises ValueError for a malformed matrix."
     R = as_matrix(matrix)
-    own = (retained_accuracy_auc, retained_accuracy_auc_trapezoid, average_accuracy, just_learned_accuracy, average_forgetting, backward_transfer, worst_drop)
+    own = (
+        retained_accuracy_auc,
+        retained_accuracy_auc_trapezoid,
+        average_accuracy,
+        just_learned_accuracy,
+        average_forgetting,
+        backward_transfer,
+        worst_drop,
+    )
     out = {f.__name__: f(R) for f in own}
     if zero_shot is not None:
-        out |= dict(zero_shot_accuracy=float(_per_task(zero_shot, len(R), "zero_shot").mean()), forward_transfer=forward_transfer(R, zero_shot))
-    if single is not None: out |= dict(single_task_accuracy=float(_per_task(single, len(R), "single").mean()), intransigence=intransigence(R, single))
+        out |= dict(
+            zero_shot_accuracy=float(_per_task(zero_shot, len(R), "zero_shot").mean()),
+            forward_transfer=forward_transfer(R, zero_shot),
+        )
+    if single is not None:
+        out |= dict(
+            single_task_accuracy=float(_per_task(single, len(R), "single").mean()),
+            intransigence=intransigence(R, single),
+        )
     return {k: None if np.isnan(v) else v for k, v in (out | other_conventions(R, single)).items()}

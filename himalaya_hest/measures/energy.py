@@ -21,25 +21,36 @@ class Meter:
     "A counter of Joules. A subclass gives `source`, and `joules()`, which never falls."
     source = "none"
     def joules(self) -> float: # since some time in the past
-        raise RuntimeError("no energy counter was found on this machine, so nothing can be measured: use the modelled energy, which says so, or a replay of a trace")
+        raise RuntimeError(
+            "no energy counter was found on this machine, so nothing can be measured: use "
+            "the modelled energy, which says so, or a replay of a trace"
+        )
     def clock(self) -> float: return time.monotonic() # s
     def sleep(self, seconds: float) -> None: time.sleep(seconds)
     def synchronise(self) -> None:
         "Wait until all work that was begun is done."
 
+# %% ../../nbs/measures/05_energy.ipynb #cddfdec3
 class NvmlMeter(Meter):
-    "The board of an NVIDIA GPU (Volta or newer), in steps of 1 mJ (`nvmlDeviceGetTotalEnergyConsumption`). `RuntimeError` where it cannot be read."
+    """The board of an NVIDIA GPU (Volta or newer), in steps of 1 mJ
+    (`nvmlDeviceGetTotalEnergyConsumption`). `RuntimeError` where it cannot be read."""
     def __init__(self,
         uuid: str, # of the device, GPU-...: the driver counts other devices than a process sees
     ):
         try: import pynvml
-        except ImportError as e: raise RuntimeError("energy_meter 'nvml' needs the package nvidia-ml-py: pip install nvidia-ml-py") from e
+        except ImportError as e:
+            raise RuntimeError(
+                "energy_meter 'nvml' needs the package nvidia-ml-py: pip install " "nvidia-ml-py"
+            ) from e
         try:
             pynvml.nvmlInit()
             self.handle, self.nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml
             self.source = f"nvml, {pynvml.nvmlDeviceGetName(self.handle)}"
             self.joules()
-        except pynvml.NVMLError as e: raise RuntimeError(f"energy_meter 'nvml' cannot read device {uuid}: {e}; use 'auto' or 'none'") from e
+        except pynvml.NVMLError as e:
+            raise RuntimeError(
+                f"energy_meter 'nvml' cannot read device {uuid}: {e}; use 'auto' or 'none'"
+            ) from e
     def joules(self): return self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) / 1000
     def synchronise(self):
         import torch
@@ -51,16 +62,32 @@ class RaplMeter(Meter):
     def __init__(self,
         root: Path | str = "/sys/class/powercap",
     ):
-        named = sorted(d for d in Path(root).glob("intel-rapl:*") if d.name.count(":") == 1 and (d/"name").exists() and (d/"name").read_text().startswith("package"))
-        if not named: raise RuntimeError(f"energy_meter 'rapl': {root} has no package intel-rapl:N; use 'auto' or 'none'")
+        named = sorted(
+            d
+            for d in Path(root).glob("intel-rapl:*")
+            if d.name.count(":") == 1
+            and (d / "name").exists()
+            and (d / "name").read_text().startswith("package")
+        )
+        if not named:
+            raise RuntimeError(
+                f"energy_meter 'rapl': {root} has no package intel-rapl:N; use 'auto' or " "'none'"
+            )
         self.domains = [(d/"energy_uj", int((d/"max_energy_range_uj").read_text())) for d in named]
         self.source = f"rapl, {len(named)} package{'s' * (len(named) > 1)}"
         try: self.last = [int(p.read_text()) for p, _ in self.domains]
-        except PermissionError as e: raise RuntimeError(f"energy_meter 'rapl' may not read {self.domains[0][0]}: ask the administrator for `chmod a+r`, or use 'none'") from e
+        except PermissionError as e:
+            raise RuntimeError(
+                f"energy_meter 'rapl' may not read {self.domains[0][0]}: ask the "
+                "administrator for `chmod a+r`, or use 'none'"
+            ) from e
         self.total = 0
     def joules(self):
         now = [int(p.read_text()) for p, _ in self.domains]
-        self.total += sum((n - l) % (top + 1) for n, l, (_, top) in zip(now, self.last, self.domains)) # past the top it goes on from zero
+        # past the top it goes on from zero
+        self.total += sum(
+            (n - l) % (top + 1) for n, l, (_, top) in zip(now, self.last, self.domains)
+        )
         self.last = now
         return self.total / 1e6
 
@@ -73,14 +100,23 @@ class ReplayMeter(Meter):
         now: float | None = None, # s; None: the trace's first
     ):
         t, j = np.array(trace, dtype=float).reshape(-1, 2).T
-        if len(t) < 2 or (np.diff(t) <= 0).any() or (np.diff(j) < 0).any(): raise ValueError(f"a trace needs two readings or more, later ones at later times and with no fewer Joules; got {len(t)} readings")
+        if len(t) < 2 or (np.diff(t) <= 0).any() or (np.diff(j) < 0).any():
+            raise ValueError(
+                "a trace needs two readings or more, later ones at later times and with "
+                f"no fewer Joules; got {len(t)} readings"
+            )
         self.t, self.j, self.now = t, j, float(t[0] if now is None else now)
     def clock(self): return self.now
     def sleep(self, seconds): self.now += seconds
     def joules(self):
-        if not self.t[0] <= self.now <= self.t[-1]: raise RuntimeError(f"the trace has readings from {self.t[0]:g} to {self.t[-1]:g} s, none at {self.now:g} s; record a longer one")
+        if not self.t[0] <= self.now <= self.t[-1]:
+            raise RuntimeError(
+                f"the trace has readings from {self.t[0]:g} to {self.t[-1]:g} s, none at "
+                f"{self.now:g} s; record a longer one"
+            )
         return float(self.j[np.searchsorted(self.t, self.now, side="right") - 1])
 
+# %% ../../nbs/measures/05_energy.ipynb #f662bd8e
 def record_trace(
     meter: Meter,
     seconds: float,
@@ -100,16 +136,23 @@ def find_meter(
     name: str = "auto", # nvml, rapl, none, or auto: what counts that device, if it can be read
     device: str = "cpu", # where the work is done, as torch names it: cpu, cuda or cuda:N
 ) -> Meter: # its `source` is "none" where nothing can be measured
-    "The meter of a device; `ValueError` for another name, `RuntimeError` where a named one cannot be read or counts another device."
-    if name not in METERS: raise ValueError(f"energy_meter is {name!r}; expected one of {', '.join(METERS)}")
+    """The meter of a device; `ValueError` for another name, `RuntimeError` where a named one cannot
+    be read or counts another device."""
+    if name not in METERS:
+        raise ValueError(f"energy_meter is {name!r}; expected one of {', '.join(METERS)}")
     fits = {"cuda": "nvml", "cpu": "rapl"}.get(str(device).split(":")[0])
-    if name not in ("auto", "none", fits): raise RuntimeError(f"energy_meter {name!r} does not count what runs on {device}; use {', '.join(filter(None, (fits, 'auto')))} or none")
+    if name not in ("auto", "none", fits):
+        raise RuntimeError(
+            f"energy_meter {name!r} does not count what runs on {device}; use "
+            f"{', '.join(filter(None, (fits, 'auto')))} or none"
+        )
     if name == "none" or fits is None: return Meter()
     try: return NvmlMeter(device_uuid(device)) if fits == "nvml" else RaplMeter()
     except RuntimeError:
         if name != "auto": raise
         return Meter()
 
+# %% ../../nbs/measures/05_energy.ipynb #f543af16
 def device_uuid(
     device: str, # cuda or cuda:N, as this process counts
 ) -> str: # GPU-..., as the driver names it
@@ -126,6 +169,7 @@ class Window:
     n_ticks: int # how often the counter was seen to have moved, after each repeat
     source: str
 
+# %% ../../nbs/measures/05_energy.ipynb #2ca7d6fc
 def measure_window(
     meter: Meter,
     work: Callable[[], None],
@@ -141,9 +185,14 @@ def measure_window(
         n, now = n + 1, meter.joules()
         ticks, last = ticks + (now != last), now
     spent, took = last - first, meter.clock() - start
-    if not spent > 0: raise RuntimeError(f"the counter ({meter.source}) did not move in {took:.2f} s over {n} repeats: a longer window is needed, or the counter does not work")
+    if not spent > 0:
+        raise RuntimeError(
+            f"the counter ({meter.source}) did not move in {took:.2f} s over {n} repeats: "
+            "a longer window is needed, or the counter does not work"
+        )
     return Window(spent, took, n, ticks, meter.source)
 
+# %% ../../nbs/measures/05_energy.ipynb #c512337d
 def idle_power_w(
     meter: Meter,
     seconds: float = 5.,
@@ -166,6 +215,7 @@ class Measured:
     n_ticks: int
     source: str
 
+# %% ../../nbs/measures/05_energy.ipynb #b0c8a026
 def measure_interleaved(
     meter: Meter,
     works: dict[str, Callable[[], None]],
@@ -183,10 +233,21 @@ def measure_interleaved(
             windows[name].append(measure_window(meter, works[name], min_s))
     return [_measured(name, windows[name], float(np.mean(idle))) for name in names]
 
+# %% ../../nbs/measures/05_energy.ipynb #927eba4a
 def _measured(name, windows, idle_w):
     "Means of one piece of work over its windows."
     gross, took = ([getattr(w, k) / w.n_repeats for w in windows] for k in ("joules", "duration_s"))
-    return Measured(name, float(np.mean(gross)), float(np.mean(gross) - idle_w * np.mean(took)), gross, float(np.mean(took)), idle_w, sum(w.n_repeats for w in windows), sum(w.n_ticks for w in windows), windows[0].source)
+    return Measured(
+        name,
+        float(np.mean(gross)),
+        float(np.mean(gross) - idle_w * np.mean(took)),
+        gross,
+        float(np.mean(took)),
+        idle_w,
+        sum(w.n_repeats for w in windows),
+        sum(w.n_ticks for w in windows),
+        windows[0].source,
+    )
 
 # %% ../../nbs/measures/05_energy.ipynb #d134e9b2
 def joules_source(
@@ -194,7 +255,11 @@ def joules_source(
 ) -> str | None:
     "The kind that all of them are of, measured or modelled; `ValueError` for a column of both."
     kinds = {"modelled" if s.startswith("modelled") else "measured" for s in sources if s}
-    if len(kinds) > 1: raise ValueError(f"measured and modelled Joules cannot stand in one column: {sorted({s for s in sources if s})}; give each a column of its own")
+    if len(kinds) > 1:
+        raise ValueError(
+            "measured and modelled Joules cannot stand in one column: "
+            f"{sorted({s for s in sources if s})}; give each a column of its own"
+        )
     return next(iter(kinds), None)
 
 # %% ../../nbs/measures/05_energy.ipynb #26ef3231
@@ -202,12 +267,24 @@ def calibrate(
     shares: np.ndarray, # (mixes, states) share of the work in each state
     figures: np.ndarray, # (mixes,) Joules or seconds of each mix
 ) -> tuple[np.ndarray, float]: # costs (states,), and the largest residual as a share of the largest figure
-    "Cost of each state; `ValueError` for fewer than six mixes, or mixes that do not tell the states apart."
+    """Cost of each state; `ValueError` for fewer than six mixes, or mixes that do not tell the
+    states apart."""
     from scipy.optimize import nnls
     x, y = np.asarray(shares, dtype=float), np.asarray(figures, dtype=float)
-    if x.ndim != 2 or y.shape != (len(x),): raise ValueError(f"shares have shape {x.shape} and figures {y.shape}; expected (mixes, states) and (mixes,)")
-    if not (np.isfinite(x).all() and np.isfinite(y).all() and (y > 0).all()): raise ValueError("a figure of Joules or seconds is zero, negative or not finite; measure that mix again")
+    if x.ndim != 2 or y.shape != (len(x),):
+        raise ValueError(
+            f"shares have shape {x.shape} and figures {y.shape}; expected (mixes, states) "
+            "and (mixes,)"
+        )
+    if not (np.isfinite(x).all() and np.isfinite(y).all() and (y > 0).all()):
+        raise ValueError(
+            "a figure of Joules or seconds is zero, negative or not finite; measure that "
+            "mix again"
+        )
     if len(x) < 6: raise ValueError(f"{len(x)} mixes are too few to calibrate; expected 6 or more")
-    if np.linalg.matrix_rank(x) < x.shape[1]: raise ValueError("these mixes do not tell the states apart: change the share of each state by itself")
+    if np.linalg.matrix_rank(x) < x.shape[1]:
+        raise ValueError(
+            "these mixes do not tell the states apart: change the share of each state by " "itself"
+        )
     costs, _ = nnls(x, y)
     return costs, float(np.abs(x @ costs - y).max() / np.abs(y).max())

@@ -14,28 +14,44 @@ from .text import MAX_CHARACTERS, METRICS, _bleu_tokens, _share, get_metric
 def _bleu_without(predictions, references, languages):
     "BLEU / 100 of all rows, and of all but each."
     from sacrebleu.metrics import BLEU
-    langs, bleu = languages or [None] * len(predictions), BLEU(tokenize="none", force=True, effective_order=True)
-    rows = [bleu.sentence_score(_bleu_tokens(p, l), [_bleu_tokens(x, l) for x in r]) for p, r, l in zip(predictions, references, langs)]
+    langs, bleu = languages or [None] * len(predictions), BLEU(
+        tokenize="none", force=True, effective_order=True
+    )
+    rows = [
+        bleu.sentence_score(_bleu_tokens(p, l), [_bleu_tokens(x, l) for x in r])
+        for p, r, l in zip(predictions, references, langs)
+    ]
     counts = np.array([[*r.counts, *r.totals, r.sys_len, r.ref_len] for r in rows])
-    of = lambda c: _share(BLEU.compute_bleu(c[:4], c[4:8], c[8], c[9], smooth_method="exp").score / 100)
+    of = lambda c: _share(
+        BLEU.compute_bleu(c[:4], c[4:8], c[8], c[9], smooth_method="exp").score / 100
+    )
     total = counts.sum(0)
     return of(total.tolist()), [of((total - c).tolist()) for c in counts]
 
+# %% ../../nbs/measures/03_rows.ipynb #170d897d
 def _chrf(counts):
-    "chrF2 of counts (in the prediction, in the reference, in both) of six orders: F of the mean precision and recall over the orders that both have."
+    """chrF2 of counts (in the prediction, in the reference, in both) of six orders: F of the mean
+    precision and recall over the orders that both have."""
     said, true, both = np.asarray(counts, dtype=float)
     there = (said > 0) & (true > 0)
     if not both[there].any(): return 0.
     precision, recall = (both[there] / said[there]).mean(), (both[there] / true[there]).mean()
     return _share(5 * precision * recall / (4 * precision + recall))
 
+# %% ../../nbs/measures/03_rows.ipynb #d419b193
 def _chrf_without(predictions, references, languages):
     "chrF2 / 100 of all rows, and of all but each; of several references the nearest counts."
     from sacrebleu.metrics.helpers import extract_all_char_ngrams
     def counted(p, r):
         pairs = list(zip(extract_all_char_ngrams(p, 6), extract_all_char_ngrams(r, 6)))
-        return [[a.total() if b else 0 for a, b in pairs], [b.total() for _, b in pairs], [(a & b).total() for a, b in pairs]]
-    counts = np.array([max((counted(p, x) for x in r), key=_chrf) for p, r in zip(predictions, references)])
+        return [
+            [a.total() if b else 0 for a, b in pairs],
+            [b.total() for _, b in pairs],
+            [(a & b).total() for a, b in pairs],
+        ]
+    counts = np.array(
+        [max((counted(p, x) for x in r), key=_chrf) for p, r in zip(predictions, references)]
+    )
     total = counts.sum(0)
     return _chrf(total), [_chrf(total - c) for c in counts]
 
@@ -43,12 +59,18 @@ def _chrf_without(predictions, references, languages):
 def _called_without(metric, labels):
     "Any metric of all rows, and of all but each, by calling it n + 1 times."
     def without(predictions, references, languages):
-        of = lambda keep: METRICS[metric]([predictions[i] for i in keep], [references[i] for i in keep], labels, languages and [languages[i] for i in keep])["score"]
+        of = lambda keep: METRICS[metric](
+            [predictions[i] for i in keep],
+            [references[i] for i in keep],
+            labels,
+            languages and [languages[i] for i in keep],
+        )["score"]
         n = range(len(predictions))
         return of(n), [of([j for j in n if j != i]) for i in n]
     return without
 
-CORPUS = {"sacrebleu": _bleu_without, "chrf": _chrf_without, "chrf_code": _chrf_without} # metrics that are no means over rows, beside entity_f1
+# metrics that are no means over rows, beside entity_f1
+CORPUS = {"sacrebleu": _bleu_without, "chrf": _chrf_without, "chrf_code": _chrf_without}
 
 # %% ../../nbs/measures/03_rows.ipynb #f6746565
 def row_values(
@@ -59,12 +81,17 @@ def row_values(
     languages=None, # ISO code of each row
     outcomes=None, # for pass_at_1: how the program of each row ended
 ) -> list[float]: # one a row, to 3 digits
-    "What each row contributes: its own score, or its jackknife pseudo-value where the metric is no mean over rows."
+    """What each row contributes: its own score, or its jackknife pseudo-value where the metric is
+    no mean over rows."""
     function, predictions = get_metric(metric), [p[:MAX_CHARACTERS] for p in predictions]
     without = _called_without(metric, labels) if metric == "entity_f1" else CORPUS.get(metric)
     if without is None or len(predictions) == 1:
         more = [()] * len(predictions) if outcomes is None else [([o],) for o in outcomes]
-        return [round(function([p], [r], labels, None if languages is None else [l], *o)["score"], 3)
-                for p, r, l, o in zip(predictions, references, languages or predictions, more, strict=True)]
+        return [
+            round(function([p], [r], labels, None if languages is None else [l], *o)["score"], 3)
+            for p, r, l, o in zip(
+                predictions, references, languages or predictions, more, strict=True
+            )
+        ]
     whole, others = without(predictions, references, languages)
     return [round(len(others) * whole - (len(others) - 1) * x, 3) + 0. for x in others]

@@ -23,10 +23,16 @@ _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u
 
 @lru_cache(maxsize=1)
 def _word_pattern():
-    "One character of an unspaced script with its marks, or a run of other letters, digits and marks."
-    marks = "".join(re.escape(chr(c)) for c in range(0x300, 0x10000) if unicodedata.category(chr(c))[0] == "M")
-    return re.compile(rf"[{_UNSPACED}](?<![_\W])[{marks}]*|(?:(?![{_UNSPACED}])[^\W_]|(?<=\w)[{marks}])+")
+    """One character of an unspaced script with its marks, or a run of other letters, digits and
+    marks."""
+    marks = "".join(
+        re.escape(chr(c)) for c in range(0x300, 0x10000) if unicodedata.category(chr(c))[0] == "M"
+    )
+    return re.compile(
+        rf"[{_UNSPACED}](?<![_\W])[{marks}]*|(?:(?![{_UNSPACED}])[^\W_]|(?<=\w)[{marks}])+"
+    )
 
+# %% ../../nbs/measures/01_text.ipynb #92bbeed4
 @lru_cache(maxsize=10_000)
 def words(
     text: str, # any text
@@ -38,22 +44,32 @@ def words(
 MAX_CHARACTERS = 20_000
 
 def _checked(predictions, references):
-    "Predictions cut to MAX_CHARACTERS and references as tuples, or ValueError/TypeError naming the row."
-    if len(predictions) != len(references): raise ValueError(f"{len(predictions)} predictions for {len(references)} references: expected one tuple of references for each prediction")
+    """Predictions cut to MAX_CHARACTERS and references as tuples, or ValueError/TypeError naming
+    the row."""
+    if len(predictions) != len(references):
+        raise ValueError(
+            f"{len(predictions)} predictions for {len(references)} references: expected "
+            "one tuple of references for each prediction"
+        )
     if not len(predictions): raise ValueError("no predictions: a score needs at least one row")
     for i, (p, r) in enumerate(zip(predictions, references)):
-        if not isinstance(p, str): raise TypeError(f"prediction {i} is a {type(p).__name__}, expected a str")
+        if not isinstance(p, str):
+            raise TypeError(f"prediction {i} is a {type(p).__name__}, expected a str")
         if isinstance(r, str) or not len(r) or not all(isinstance(x, str) for x in r):
             raise TypeError(f"references of row {i} are {r!r}, expected a non-empty tuple of str")
     return [p[:MAX_CHARACTERS] for p in predictions], [tuple(r) for r in references]
 
+# %% ../../nbs/measures/01_text.ipynb #35baa5e8
 def _share(x):
     "A float in [0, 1]: rounding must not push a perfect score above 1."
     return min(1.0, max(0.0, float(x)))
 
 def _best_mean(function, predictions, references):
     "Mean over rows of the best value over the row's references."
-    return _share(sum(max(float(function(p, r)) for r in refs) for p, refs in zip(predictions, references)) / len(predictions))
+    return _share(
+        sum(max(float(function(p, r)) for r in refs) for p, refs in zip(predictions, references))
+        / len(predictions)
+    )
 
 # %% ../../nbs/measures/01_text.ipynb #623b097f
 @lru_cache(maxsize=4)
@@ -68,7 +84,9 @@ def _bleu_tokens(text, language):
 
 def _streams(references):
     "References row by row -> sacrebleu's streams; None where a row has fewer."
-    return [[r[k] if k < len(r) else None for r in references] for k in range(max(map(len, references)))]
+    return [
+        [r[k] if k < len(r) else None for r in references] for k in range(max(map(len, references)))
+    ]
 
 def _corpus_bleu(predictions, references, languages):
     from sacrebleu.metrics import BLEU
@@ -90,8 +108,12 @@ def sacrebleu(
 ) -> dict: # score = BLEU / 100, chrf = chrF2 / 100
     "Corpus BLEU of the sacrebleu library (Post 2018), with chrF beside it."
     predictions, references = _checked(predictions, references)
-    return dict(score=_corpus_bleu(predictions, references, languages), chrf=_corpus_chrf(predictions, references))
+    return dict(
+        score=_corpus_bleu(predictions, references, languages),
+        chrf=_corpus_chrf(predictions, references),
+    )
 
+# %% ../../nbs/measures/01_text.ipynb #c0f72f51
 def chrf(
     predictions: list[str], # generated texts
     references: list[tuple[str, ...]], # acceptable texts of each row
@@ -113,10 +135,12 @@ def exact_match(
     labels=None, # not used
     languages=None, # not used
 ) -> dict: # score = share of rows equal to one of their references
-    "Share of predictions equal to a reference up to white space and Unicode compatibility; case counts."
+    """Share of predictions equal to a reference up to white space and Unicode compatibility; case
+    counts."""
     predictions, references = _checked(predictions, references)
     return dict(score=_best_mean(lambda p, r: _plain(p) == _plain(r), predictions, references))
 
+# %% ../../nbs/measures/01_text.ipynb #668cdabb
 def chrf_code(
     predictions: list[str], # generated programs
     references: list[tuple[str, ...]], # reference programs of each row
@@ -124,7 +148,10 @@ def chrf_code(
     languages=None, # not used
 ) -> dict: # score = chrF2 / 100, exact_match
     "chrF of generated code: nothing is executed, so this is not pass@1."
-    return dict(score=chrf(predictions, references)["score"], exact_match=exact_match(predictions, references)["score"])
+    return dict(
+        score=chrf(predictions, references)["score"],
+        exact_match=exact_match(predictions, references)["score"],
+    )
 
 # %% ../../nbs/measures/01_text.ipynb #0bd16a86
 _FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+.#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
@@ -133,17 +160,30 @@ _PROGRAM_ENDS = re.compile(r'\n(?:assert\b|print\b|if __name__|"""|<\||[ \t]*```
 def program_of(
     answer: str, # a generated text
 ) -> str: # Python source, or what is nearest to it
-    "The program in an answer: out of its Markdown fence or the paper's markers, without what comes after it."
+    """The program in an answer: out of its Markdown fence or the paper's markers, without what
+    comes after it."""
     text = answer.replace("\r\n", "\n").replace("\r", "\n")[:MAX_CHARACTERS]
     text = text.rpartition("[BEGIN]")[2].partition("[DONE]")[0]
     blocks = _FENCED.findall(text)
     if blocks and (text.count("```") > 1 or text.lstrip().startswith("```")):
-        return next((body for name, body in blocks if name.lower() in ("", "python", "py", "python3")), blocks[0][1]).rstrip("\n")
+        return next(
+            (body for name, body in blocks if name.lower() in ("", "python", "py", "python3")),
+            blocks[0][1],
+        ).rstrip("\n")
     end = _PROGRAM_ENDS.search(text)
     return text[:end.start()] if end else text
 
 # %% ../../nbs/measures/01_text.ipynb #ea7f1aa5
-ENDINGS = ("passed", "failed", "error", "syntax_error", "timed_out", "out_of_memory", "crashed", "ended_early")
+ENDINGS = (
+    "passed",
+    "failed",
+    "error",
+    "syntax_error",
+    "timed_out",
+    "out_of_memory",
+    "crashed",
+    "ended_early",
+)
 
 def pass_at_1(
     predictions: list[str], # generated answers
@@ -152,13 +192,29 @@ def pass_at_1(
     languages=None, # not used
     outcomes: list[str] | None = None, # how the program of each row ended: one of ENDINGS
 ) -> dict: # score = share of passed programs, chrf = chrF2 / 100, and how many rows ended in which way
-    "Share of rows whose program passes all of its tests. Raises ValueError where the programs were not run."
+    """Share of rows whose program passes all of its tests. Raises ValueError where the programs
+    were not run."""
     predictions, references = _checked(predictions, references)
-    if outcomes is None: raise ValueError("pass_at_1 needs the outcome of each program, and none was run: set allow_code_execution, or score the task by chrf_code")
-    if len(outcomes) != len(predictions): raise ValueError(f"{len(outcomes)} outcomes for {len(predictions)} predictions: expected one for each")
-    if wrong := sorted(set(outcomes) - set(ENDINGS)): raise ValueError(f"outcome {wrong[0]!r} of {outcomes.count(wrong[0])} programs is no ending; expected {', '.join(ENDINGS)}. What was not run has no score: allow more seconds for all programs")
+    if outcomes is None:
+        raise ValueError(
+            "pass_at_1 needs the outcome of each program, and none was run: set "
+            "allow_code_execution, or score the task by chrf_code"
+        )
+    if len(outcomes) != len(predictions):
+        raise ValueError(
+            f"{len(outcomes)} outcomes for {len(predictions)} predictions: expected one " "for each"
+        )
+    if wrong := sorted(set(outcomes) - set(ENDINGS)):
+        raise ValueError(
+            f"outcome {wrong[0]!r} of {outcomes.count(wrong[0])} programs is no ending; "
+            f"expected {', '.join(ENDINGS)}. What was not run has no score: allow more "
+            "seconds for all programs"
+        )
     counts = {e: outcomes.count(e) for e in ENDINGS}
-    return dict(score=counts["passed"] / len(predictions), chrf=_corpus_chrf(predictions, references)) | counts
+    return (
+        dict(score=counts["passed"] / len(predictions), chrf=_corpus_chrf(predictions, references))
+        | counts
+    )
 
 # %% ../../nbs/measures/01_text.ipynb #d7d8ca52
 class UnicodeTokenizer:
@@ -169,6 +225,7 @@ class UnicodeTokenizer:
         "The words of a text in any script."
         return list(words(text))
 
+# %% ../../nbs/measures/01_text.ipynb #533ba983
 _ROUGE_NAMES = dict(rougeL="score", rougeLsum="rouge_lsum", rouge1="rouge_1", rouge2="rouge_2")
 
 @lru_cache(maxsize=1)
@@ -191,7 +248,10 @@ def rouge_l(
     "Mean ROUGE F-measures (Lin 2004) over Unicode words."
     predictions, references = _checked(predictions, references)
     rows = [_rouge_row(p, r) for p, r in zip(predictions, references)]
-    return {name: _share(sum(column) / len(rows)) for name, column in zip(_ROUGE_NAMES.values(), zip(*rows))}
+    return {
+        name: _share(sum(column) / len(rows))
+        for name, column in zip(_ROUGE_NAMES.values(), zip(*rows))
+    }
 
 # %% ../../nbs/measures/01_text.ipynb #8d0a26d8
 NO_ANSWER = ("unanswerable", "no answer")
@@ -205,21 +265,30 @@ def normalise_answer(
 ) -> str: # lower-cased, without punctuation and English articles, single spaces
     "SQuAD's normalisation of an answer, with Unicode's punctuation."
     text = unicodedata.normalize("NFKC", text).lower()
-    text = "".join(c for c in text if c not in _ASCII_PUNCTUATION and unicodedata.category(c)[0] != "P")
+    text = "".join(
+        c for c in text if c not in _ASCII_PUNCTUATION and unicodedata.category(c)[0] != "P"
+    )
     return " ".join(_ARTICLES.sub(" ", text).split())
 
+# %% ../../nbs/measures/01_text.ipynb #559643ba
 @lru_cache(maxsize=10_000)
 def _answer_words(text):
     return Counter(_PER_CHARACTER.sub(r"\1 ", normalise_answer(text)).split())
 
 def _is_no_answer(text, no_answer):
     "Whether a text is empty or one of the no-answer words."
-    return not text.strip() or normalise_answer(text) in map(normalise_answer, no_answer or NO_ANSWER)
+    return not text.strip() or normalise_answer(text) in map(
+        normalise_answer, no_answer or NO_ANSWER
+    )
 
 def _says_no_answer(prediction, references, no_answer):
-    "Whether a prediction rightly says that there is no answer; silence does only where a reference is silent."
-    return _is_no_answer(prediction, no_answer) and (prediction.strip() != "" or any(not r.strip() for r in references))
+    """Whether a prediction rightly says that there is no answer; silence does only where a
+    reference is silent."""
+    return _is_no_answer(prediction, no_answer) and (
+        prediction.strip() != "" or any(not r.strip() for r in references)
+    )
 
+# %% ../../nbs/measures/01_text.ipynb #5e6ea1f7
 def _answer_f1(prediction, reference):
     "F1 over the words of two answers; two empty ones agree."
     p, r = _answer_words(prediction), _answer_words(reference)
@@ -230,7 +299,8 @@ def _answer_f1(prediction, reference):
 # %% ../../nbs/measures/01_text.ipynb #3fab8270
 def token_f1(
     predictions: list[str], # generated answers
-    references: list[tuple[str, ...]], # acceptable answers of each row; empty or a no-answer word where there is none
+    # acceptable answers of each row; empty or a no-answer word where there is none
+    references: list[tuple[str, ...]],
     labels=None, # the words that say "no answer", NO_ANSWER by default
     languages=None, # not used
 ) -> dict: # score = mean F1, em; has_answer_f1 and no_answer_accuracy where both kinds occur
@@ -239,13 +309,20 @@ def token_f1(
     f1, em, missing = [], [], []
     for p, refs in zip(predictions, references):
         missing.append(all(_is_no_answer(r, labels) for r in refs))
-        equal = _says_no_answer(p, refs, labels) if missing[-1] else any(normalise_answer(p) == normalise_answer(r) for r in refs)
+        equal = (
+            _says_no_answer(p, refs, labels)
+            if missing[-1]
+            else any(normalise_answer(p) == normalise_answer(r) for r in refs)
+        )
         em.append(float(equal))
         f1.append(float(equal) if missing[-1] else max(_answer_f1(p, r) for r in refs))
     mean = lambda xs: _share(sum(xs) / len(xs))
     out = dict(score=mean(f1), em=mean(em))
     if any(missing) and not all(missing):
-        out |= dict(has_answer_f1=mean([x for x, m in zip(f1, missing) if not m]), no_answer_accuracy=mean([x for x, m in zip(f1, missing) if m]))
+        out |= dict(
+            has_answer_f1=mean([x for x, m in zip(f1, missing) if not m]),
+            no_answer_accuracy=mean([x for x, m in zip(f1, missing) if m]),
+        )
     return out
 
 # %% ../../nbs/measures/01_text.ipynb #054d4a5a
@@ -261,14 +338,19 @@ def normalise_label(
     while start < end and strip(text[end - 1]): end -= 1
     return text[start:end]
 
+# %% ../../nbs/measures/01_text.ipynb #85cfc7df
 def _known_labels(labels, references):
     "Normalised label texts in order, checked; from the references where none are given."
     names = list(labels) if labels else sorted({r for refs in references for r in refs})
     known = [normalise_label(x) for x in names]
-    if not all(known) or len(set(known)) < len(known) and labels: raise ValueError(f"labels {names} are not distinct and non-empty after normalisation: {known}")
+    if not all(known) or len(set(known)) < len(known) and labels:
+        raise ValueError(
+            f"labels {names} are not distinct and non-empty after normalisation: {known}"
+        )
     known = list(dict.fromkeys(known))
     for i, refs in enumerate(references):
-        if normalise_label(refs[0]) not in known: raise ValueError(f"reference label {refs[0]!r} of row {i} is none of {known}")
+        if normalise_label(refs[0]) not in known:
+            raise ValueError(f"reference label {refs[0]!r} of row {i} is none of {known}")
     return known
 
 # %% ../../nbs/measures/01_text.ipynb #0a57bb09
@@ -282,9 +364,11 @@ def confusion_counts(
     known = _known_labels(labels, references)
     index = {k: i for i, k in enumerate(known)}
     counts = [[0] * (len(known) + 1) for _ in known]
-    for p, refs in zip(predictions, references): counts[index[normalise_label(refs[0])]][index.get(normalise_label(p), len(known))] += 1
+    for p, refs in zip(predictions, references):
+        counts[index[normalise_label(refs[0])]][index.get(normalise_label(p), len(known))] += 1
     return known, counts
 
+# %% ../../nbs/measures/01_text.ipynb #4169f6c0
 def label_accuracy(
     predictions: list[str], # generated texts
     references: list[tuple[str, ...]], # the label of each row (the first reference)
@@ -299,7 +383,10 @@ def label_accuracy(
         said, true = sum(row[k] for row in counts), sum(counts[k])
         f1.append(2 * counts[k][k] / (said + true) if said + true else None)
     present = [x for x in f1 if x is not None]
-    out = dict(score=_share(sum(counts[k][k] for k in range(K)) / n), macro_f1=_share(sum(present) / len(present)))
+    out = dict(
+        score=_share(sum(counts[k][k] for k in range(K)) / n),
+        macro_f1=_share(sum(present) / len(present)),
+    )
     if K == 2: out["f1"] = _share(f1[1] or 0.)
     return out | dict(known_label_share=_share(1 - sum(row[K] for row in counts) / n))
 
@@ -308,7 +395,8 @@ def label_accuracy(
 def parse_entities(
     text: str, # "type: span; type: span"
 ) -> tuple[tuple[str, str], ...]: # (type, span) pairs; type is empty where the piece has no colon
-    "The (type, span) pairs of a generated entity list; types are case-folded, spans keep their case."
+    """The (type, span) pairs of a generated entity list; types are case-folded, spans keep their
+    case."""
     out = []
     for piece in unicodedata.normalize("NFKC", text).split(";"):
         kind, colon, span = piece.partition(":") if ":" in piece else ("", "", piece)
@@ -316,20 +404,38 @@ def parse_entities(
         if kind or span: out.append((kind, span))
     return tuple(out)
 
+# %% ../../nbs/measures/01_text.ipynb #4fbca5b5
 def entity_f1(
     predictions: list[str], # generated entity lists
     references: list[tuple[str, ...]], # the entity list of each row (the first reference)
     labels=None, # the words that say "no entity", "none" by default
     languages=None, # not used
 ) -> dict: # score = micro F1, precision, recall, exact_match of the whole set
-    "Micro F1 over exactly matching (type, span) pairs; a corpus with none, and none predicted, scores 1."
+    """Micro F1 over exactly matching (type, span) pairs; a corpus with none, and none predicted,
+    scores 1."""
     predictions, references = _checked(predictions, references)
-    silent = {normalise_label(r[0]) for r in references if ":" not in unicodedata.normalize("NFKC", r[0])} | {normalise_label(x) for x in labels or ("none",)} | {""}
-    read = lambda text: Counter() if normalise_label(text) in silent else Counter(parse_entities(text))
+    silent = (
+        {
+            normalise_label(r[0])
+            for r in references
+            if ":" not in unicodedata.normalize("NFKC", r[0])
+        }
+        | {normalise_label(x) for x in labels or ("none",)}
+        | {""}
+    )
+    read = lambda text: (
+        Counter() if normalise_label(text) in silent else Counter(parse_entities(text))
+    )
     pairs = [(read(p), read(r[0])) for p, r in zip(predictions, references)]
-    hit, said, true = (sum(c.total() for c in column) for column in zip(*((p & r, p, r) for p, r in pairs)))
-    return dict(score=_share(2 * hit / (said + true) if said + true else 1), precision=_share(hit / said if said else not true),
-                recall=_share(hit / true if true else not said), exact_match=_share(sum(p == r for p, r in pairs) / len(pairs)))
+    hit, said, true = (
+        sum(c.total() for c in column) for column in zip(*((p & r, p, r) for p, r in pairs))
+    )
+    return dict(
+        score=_share(2 * hit / (said + true) if said + true else 1),
+        precision=_share(hit / said if said else not true),
+        recall=_share(hit / true if true else not said),
+        exact_match=_share(sum(p == r for p, r in pairs) / len(pairs)),
+    )
 
 # %% ../../nbs/measures/01_text.ipynb #bc5deb50
 _EXPRESSION = re.compile(r"[0-9.+\-*/%() ]{1,200}")
@@ -343,8 +449,15 @@ def _power(a, b):
     if b.denominator != 1 or abs(b) > MAX_EXPONENT: raise OverflowError
     return a ** b.numerator
 
-_BINARY = {ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b, ast.Div: lambda a, b: a / b,
-           ast.FloorDiv: lambda a, b: Fraction(a // b), ast.Mod: lambda a, b: a % b, ast.Pow: _power}
+_BINARY = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.FloorDiv: lambda a, b: Fraction(a // b),
+    ast.Mod: lambda a, b: a % b,
+    ast.Pow: _power,
+}
 
 def _walk(node, text):
     "The value of an arithmetic syntax tree, exactly; ValueError for any other node."
@@ -352,9 +465,11 @@ def _walk(node, text):
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         x = _walk(node.operand, text)
         return -x if isinstance(node.op, ast.USub) else x
-    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY: return _bounded(_BINARY[type(node.op)](_walk(node.left, text), _walk(node.right, text)))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        return _bounded(_BINARY[type(node.op)](_walk(node.left, text), _walk(node.right, text)))
     raise ValueError(type(node).__name__)
 
+# %% ../../nbs/measures/01_text.ipynb #ebb2cb41
 @lru_cache(maxsize=10_000)
 def expression_of(
     text: str, # an arithmetic expression
@@ -372,13 +487,24 @@ def expression_value(
     labels=None, # not used
     languages=None, # not used
 ) -> dict: # score = share with a reference's value, exact_match, valid_share
-    "Share of generated arithmetic expressions whose value equals a reference's. Raises ValueError for a reference without a value."
+    """Share of generated arithmetic expressions whose value equals a reference's. Raises ValueError
+    for a reference without a value."""
     predictions, references = _checked(predictions, references)
     for i, refs in enumerate(references):
-        if any(expression_of(r) is None for r in refs): raise ValueError(f"reference {refs} of row {i} is no arithmetic expression with a value")
+        if any(expression_of(r) is None for r in refs):
+            raise ValueError(
+                f"reference {refs} of row {i} is no arithmetic expression with a value"
+            )
     values = [expression_of(p) for p in predictions]
-    hits = sum(v is not None and any(v == expression_of(r) for r in refs) for v, refs in zip(values, references))
-    return dict(score=_share(hits / len(values)), exact_match=exact_match(predictions, references)["score"], valid_share=_share(sum(v is not None for v in values) / len(values)))
+    hits = sum(
+        v is not None and any(v == expression_of(r) for r in refs)
+        for v, refs in zip(values, references)
+    )
+    return dict(
+        score=_share(hits / len(values)),
+        exact_match=exact_match(predictions, references)["score"],
+        valid_share=_share(sum(v is not None for v in values) / len(values)),
+    )
 
 # %% ../../nbs/measures/01_text.ipynb #4c0989a4
 def edit_similarity(
@@ -390,8 +516,12 @@ def edit_similarity(
     "Mean similarity of characters to the nearest reference."
     predictions, references = _checked(predictions, references)
     ratio = lambda p, r: difflib.SequenceMatcher(None, p.strip(), r.strip()).ratio()
-    return dict(score=_best_mean(ratio, predictions, references), exact_match=exact_match(predictions, references)["score"])
+    return dict(
+        score=_best_mean(ratio, predictions, references),
+        exact_match=exact_match(predictions, references)["score"],
+    )
 
+# %% ../../nbs/measures/01_text.ipynb #1b27e3de
 def first_letter(
     predictions: list[str], # a letter, and whatever follows it
     references: list[tuple[str, ...]], # acceptable texts of each row, their letter first
@@ -401,11 +531,30 @@ def first_letter(
     "Share of predictions that begin with the letter of a reference; case counts."
     predictions, references = _checked(predictions, references)
     same = lambda p, r: p.strip()[:1] == r.strip()[:1]
-    return dict(score=_best_mean(same, predictions, references), exact_match=exact_match(predictions, references)["score"], rouge_l=rouge_l(predictions, references)["score"])
+    return dict(
+        score=_best_mean(same, predictions, references),
+        exact_match=exact_match(predictions, references)["score"],
+        rouge_l=rouge_l(predictions, references)["score"],
+    )
 
 # %% ../../nbs/measures/01_text.ipynb #a10d76da
-METRICS = {f.__name__: f for f in (sacrebleu, rouge_l, token_f1, label_accuracy, chrf_code, chrf, expression_value, entity_f1, exact_match, pass_at_1,
-                                edit_similarity, first_letter)}
+METRICS = {
+    f.__name__: f
+    for f in (
+        sacrebleu,
+        rouge_l,
+        token_f1,
+        label_accuracy,
+        chrf_code,
+        chrf,
+        expression_value,
+        entity_f1,
+        exact_match,
+        pass_at_1,
+        edit_similarity,
+        first_letter,
+    )
+}
 
 def get_metric(
     name: str, # a key of METRICS
@@ -413,26 +562,45 @@ def get_metric(
     "The metric of that name. Raises ValueError naming the nearest one."
     if name in METRICS: return METRICS[name]
     near = difflib.get_close_matches(str(name), METRICS, n=1, cutoff=0)
-    raise ValueError(f"unknown metric {name!r}, did you mean {near[0]!r}? Known: {', '.join(METRICS)}")
+    raise ValueError(
+        f"unknown metric {name!r}, did you mean {near[0]!r}? Known: {', '.join(METRICS)}"
+    )
 
+# %% ../../nbs/measures/01_text.ipynb #62230882
 def score(
     metric: str, # a key of METRICS
     predictions: list[str], # generated texts
     references: list[tuple[str, ...]], # acceptable texts of each row
-    labels=None, # label texts in order, for label_accuracy; the words for "none" of token_f1 and entity_f1
+    # label texts in order, for label_accuracy; the words for "none" of token_f1 and entity_f1
+    labels=None,
     languages=None, # ISO code of each row; adds score_<language> for each
     outcomes=None, # for pass_at_1: how the program of each row ended
 ) -> dict[str, float]: # "score" in [0, 1] first, then what stands beside it
     "Score predictions by a named metric, over all rows and for each language."
     function = get_metric(metric)
-    if metric == "pass_at_1": return dict(function(predictions, references, labels, languages, outcomes)) # programs are of one language
+    if metric == "pass_at_1":
+        # programs are of one language
+        return dict(function(predictions, references, labels, languages, outcomes))
     out = dict(function(predictions, references, labels, languages))
     if languages is None: return out
-    if len(languages) != len(predictions): raise ValueError(f"{len(languages)} languages for {len(predictions)} predictions: expected one for each")
+    if len(languages) != len(predictions):
+        raise ValueError(
+            f"{len(languages)} languages for {len(predictions)} predictions: expected one "
+            "for each"
+        )
     codes = sorted(set(languages))
     for code in codes:
         rows = [i for i, l in enumerate(languages) if l == code]
-        part = out if len(codes) == 1 else function([predictions[i] for i in rows], [references[i] for i in rows], labels, [code] * len(rows))
+        part = (
+            out
+            if len(codes) == 1
+            else function(
+                [predictions[i] for i in rows],
+                [references[i] for i in rows],
+                labels,
+                [code] * len(rows),
+            )
+        )
         out[f"score_{code}"] = part["score"]
     return out
 
@@ -440,14 +608,21 @@ def score(
 def chance_level(
     metric: str, # a key of METRICS
     labels=None, # label texts, for label_accuracy
-    references=None, # acceptable texts of each row; without them, labels are taken as equally frequent
+    # acceptable texts of each row; without them, labels are taken as equally frequent
+    references=None,
 ) -> float: # in [0, 1]
     "The score of the best constant answer; 0 for metrics of free text."
     get_metric(metric)
     refs = [tuple(r) for r in references or ()]
     if metric == "label_accuracy" and not refs: return 1 / len(labels) if labels else 0.
     if not refs: return 0.
-    keys = dict(label_accuracy=lambda r: normalise_label(r[0]), exact_match=lambda r: _plain(r[0]), expression_value=lambda r: expression_of(r[0]), first_letter=lambda r: r[0].strip()[:1])
-    if metric == "token_f1": return sum(all(_is_no_answer(x, labels) for x in r) for r in refs) / len(refs)
+    keys = dict(
+        label_accuracy=lambda r: normalise_label(r[0]),
+        exact_match=lambda r: _plain(r[0]),
+        expression_value=lambda r: expression_of(r[0]),
+        first_letter=lambda r: r[0].strip()[:1],
+    )
+    if metric == "token_f1":
+        return sum(all(_is_no_answer(x, labels) for x in r) for r in refs) / len(refs)
     if metric not in keys: return 0.
     return max(Counter(map(keys[metric], refs)).values()) / len(refs)

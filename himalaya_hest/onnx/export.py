@@ -37,14 +37,31 @@ class Traced(nn.Module):
         from transformers import DynamicCache
         if self.sites is not None: self.sites.begin(*routing)
         positions = (attention_mask.cumsum(1) - 1).clamp_min(0)[:, -input_ids.shape[1]:]
-        out = self.backbone(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, past_key_values=DynamicCache(past), use_cache=True, logits_to_keep=self.last)
+        out = self.backbone(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=positions,
+            past_key_values=DynamicCache(past),
+            use_cache=True,
+            logits_to_keep=self.last,
+        )
         return out.logits, [(layer.keys, layer.values) for layer in out.past_key_values.layers]
 
-def past_shapes(backbone: nn.Module) -> list[tuple[int, int]]: # heads and width of each layer's keys
-    with torch.no_grad(): cache = backbone(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values
+# %% ../../nbs/onnx/04_export.ipynb #08f316b2
+# heads and width of each layer's keys
+def past_shapes(backbone: nn.Module) -> list[tuple[int, int]]:
+    with torch.no_grad():
+        cache = backbone(
+            input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True
+        ).past_key_values
     layers = getattr(cache, "layers", None) or []
-    if not layers or any(layer.keys.dim() != 4 or layer.keys.shape != layer.values.shape for layer in layers):
-        raise ValueError(f"cannot be exported to ONNX: {type(backbone).__name__} keeps another past than keys and values of its tokens")
+    if not layers or any(
+        layer.keys.dim() != 4 or layer.keys.shape != layer.values.shape for layer in layers
+    ):
+        raise ValueError(
+            f"cannot be exported to ONNX: {type(backbone).__name__} keeps another past "
+            "than keys and values of its tokens"
+        )
     return [(layer.keys.shape[1], layer.keys.shape[3]) for layer in layers]
 
 # %% ../../nbs/onnx/04_export.ipynb #25b75f32
@@ -56,9 +73,11 @@ def eager_attention(backbone: nn.Module):
     try: yield
     finally: backbone.set_attn_implementation(was)
 
+# %% ../../nbs/onnx/04_export.ipynb #40d504c0
 @contextlib.contextmanager
 def quiet():
-    "Without the exporter's progress report, its warnings, and those of the quantiser, which speak of what is not used here."
+    """Without the exporter's progress report, its warnings, and those of the quantiser, which speak
+    of what is not used here."""
     was = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -67,6 +86,7 @@ def quiet():
             yield
     finally: logging.disable(was)
 
+# %% ../../nbs/onnx/04_export.ipynb #45898bf3
 def traced(
     module: nn.Module,
     arguments: tuple,
@@ -76,7 +96,16 @@ def traced(
 ): # onnx.ModelProto
     "`torch.onnx.export`, with the functions that the graph calls."
     with quiet(), torch.no_grad():
-        program = torch.onnx.export(module.eval(), arguments, dynamo=True, verbose=False, dynamic_shapes=shapes, input_names=inputs, output_names=outputs, opset_version=OPSET)
+        program = torch.onnx.export(
+            module.eval(),
+            arguments,
+            dynamo=True,
+            verbose=False,
+            dynamic_shapes=shapes,
+            input_names=inputs,
+            output_names=outputs,
+            opset_version=OPSET,
+        )
     proto = program.model_proto
     add_functions(proto)
     return proto
@@ -86,27 +115,56 @@ def example(backbone: nn.Module, sites: Sites | None, router: nn.Module | None) 
     "Token ids, masks, past, and the router's outputs."
     g = torch.Generator().manual_seed(0)
     ids, mask = torch.randint(5, 50, (2, 5), generator=g), torch.ones(2, 8, dtype=torch.long)
-    past = [tuple(torch.randn(2, heads, 3, width, generator=g) for _ in "kv") for heads, width in past_shapes(backbone)]
+    past = [
+        tuple(torch.randn(2, heads, 3, width, generator=g) for _ in "kv")
+        for heads, width in past_shapes(backbone)
+    ]
     if router is None: return ids, mask, past, []
-    with torch.no_grad(): out = router(*([mask[:, :5]] if sites.prompt_inputs else [ids, mask[:, :5], torch.ones_like(ids)]))
+    with torch.no_grad():
+        out = router(
+            *([mask[:, :5]] if sites.prompt_inputs else [ids, mask[:, :5], torch.ones_like(ids)])
+        )
     return ids, mask, past, list(out) if isinstance(out, tuple) else [out]
 
+# %% ../../nbs/onnx/04_export.ipynb #c1177e36
 def model_graph(model, backbone, sites, arguments, all_logits):
     "`model.onnx`, and the names of its past."
     names = [f"past_{i}_{kind}" for i in range(len(arguments[2])) for kind in ("key", "value")]
     routed = list(sites.inputs) if sites is not None else []
     b, new = {0: "batch"}, {0: "batch", 1: "sequence"}
-    shapes = (new, {0: "batch", 1: "total"}, [({0: "batch", 2: "past"},) * 2] * len(arguments[2]), [new if n in sites.prompt_inputs else b for n in routed])
+    shapes = (
+        new,
+        {0: "batch", 1: "total"},
+        [({0: "batch", 2: "past"},) * 2] * len(arguments[2]),
+        [new if n in sites.prompt_inputs else b for n in routed],
+    )
     with acting(model, backbone, sites), eager_attention(backbone):
-        proto = traced(Traced(backbone, sites, all_logits), arguments, shapes, ["input_ids", "attention_mask", *names, *routed], ["logits", *(n.replace("past", "present") for n in names)])
+        proto = traced(
+            Traced(backbone, sites, all_logits),
+            arguments,
+            shapes,
+            ["input_ids", "attention_mask", *names, *routed],
+            ["logits", *(n.replace("past", "present") for n in names)],
+        )
     return proto, names
 
+# %% ../../nbs/onnx/04_export.ipynb #9a5124a1
 def router_graph(router, sites, arguments):
     "`router.onnx`."
     ids, mask = arguments[0], torch.ones_like(arguments[0])
     prompt_only = bool(sites.prompt_inputs)
-    given = dict(attention_mask=mask) if prompt_only else dict(input_ids=ids, attention_mask=mask, instruction_mask=torch.ones_like(ids))
-    return traced(router, tuple(given.values()), tuple({0: "batch", 1: "sequence"} for _ in given), list(given), list(router.outputs))
+    given = (
+        dict(attention_mask=mask)
+        if prompt_only
+        else dict(input_ids=ids, attention_mask=mask, instruction_mask=torch.ones_like(ids))
+    )
+    return traced(
+        router,
+        tuple(given.values()),
+        tuple({0: "batch", 1: "sequence"} for _ in given),
+        list(given),
+        list(router.outputs),
+    )
 
 # %% ../../nbs/onnx/04_export.ipynb #f589ba5c
 class Weights:
@@ -123,7 +181,11 @@ class Weights:
         from onnx import TensorProto
         for t in proto.graph.initializer:
             if len(t.raw_data) < 1024: continue
-            entries = dict(location=Path(self.file.name).name, offset=self.offset(t.raw_data), length=len(t.raw_data))
+            entries = dict(
+                location=Path(self.file.name).name,
+                offset=self.offset(t.raw_data),
+                length=len(t.raw_data),
+            )
             t.ClearField("raw_data")
             t.data_location = TensorProto.EXTERNAL
             for key, value in entries.items(): t.external_data.add(key=key, value=str(value))
@@ -138,9 +200,20 @@ def int8_graph(
     from onnxruntime.quantization import QuantType, quantize_dynamic
     keep = [n.name for n in proto.graph.node if n.op_type == "MatMul" and own & set(n.input)]
     with tempfile.TemporaryDirectory() as folder:
-        onnx.save_model(proto, f"{folder}/float.onnx", save_as_external_data=True, location="float.bin")
-        with quiet(): quantize_dynamic(f"{folder}/float.onnx", f"{folder}/int8.onnx", op_types_to_quantize=["MatMul"], per_channel=True, weight_type=QuantType.QInt8, nodes_to_exclude=keep,
-                         use_external_data_format=True, extra_options=dict(MatMulConstBOnly=True))
+        onnx.save_model(
+            proto, f"{folder}/float.onnx", save_as_external_data=True, location="float.bin"
+        )
+        with quiet():
+            quantize_dynamic(
+                f"{folder}/float.onnx",
+                f"{folder}/int8.onnx",
+                op_types_to_quantize=["MatMul"],
+                per_channel=True,
+                weight_type=QuantType.QInt8,
+                nodes_to_exclude=keep,
+                use_external_data_format=True,
+                extra_options=dict(MatMulConstBOnly=True),
+            )
         return onnx.load(f"{folder}/int8.onnx")
 
 # %% ../../nbs/onnx/04_export.ipynb #7c155b44
@@ -148,6 +221,7 @@ def count_flops(f) -> int:
     with FlopCounterMode(display=False) as counter, torch.no_grad(): f()
     return counter.get_total_flops()
 
+# %% ../../nbs/onnx/04_export.ipynb #76ecb09f
 def flops_of(
     model: nn.Module,
     pieces: tuple, # of `take_apart`
@@ -156,16 +230,25 @@ def flops_of(
 ) -> dict[str, int]: # bare and with the adapter, for a token and for a prompt; of the router
     "Operations with and without the adapter, at batch 1."
     (backbone, sites, router), (ids, _, past, routing) = pieces, arguments
-    past, routing, out = [tuple(t[:1, :, :0] for t in kv) for kv in past], [r[:1] for r in routing], {}
+    past, routing, out = (
+        [tuple(t[:1, :, :0] for t in kv) for kv in past],
+        [r[:1] for r in routing],
+        {},
+    )
     for kind, n in dict(decode=1, prefill=tokens).items():
         given = ids[:1, :1].expand(1, n), torch.ones(1, n, dtype=torch.long), past
         fits = [r[:, :1].expand(1, n) if sites.prompt_inputs else r for r in routing]
         for name, s in dict(bare=None, adapter=sites).items():
             if name == "bare" or sites is not None:
-                with acting(model, backbone, s), eager_attention(backbone): out[f"{kind}_{name}"] = count_flops(lambda: Traced(backbone, s, False)(*given, fits))
+                with acting(model, backbone, s), eager_attention(backbone):
+                    out[f"{kind}_{name}"] = count_flops(
+                        lambda: Traced(backbone, s, False)(*given, fits)
+                    )
     if router is not None:
         given = torch.ones(1, tokens, dtype=torch.long)
-        out["route"] = count_flops(lambda: router(*([given] if sites.prompt_inputs else [given] * 3)))
+        out["route"] = count_flops(
+            lambda: router(*([given] if sites.prompt_inputs else [given] * 3))
+        )
     return out
 
 # %% ../../nbs/onnx/04_export.ipynb #49c8bd77
@@ -178,18 +261,43 @@ def export_onnx(
     all_logits: bool = False, # of every token, not of the last
 ) -> dict: # what onnx.json says
     "Write a model's graphs; `ValueError` with the reason for what cannot be exported."
-    if missing := [n for n in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(n) is None]: raise ImportError(f"export_onnx needs {', '.join(missing)}: pip install 'himalaya_hest[onnx]'", name=missing[0])
+    if missing := [
+        n for n in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(n) is None
+    ]:
+        raise ImportError(
+            f"export_onnx needs {', '.join(missing)}: pip install 'himalaya_hest[onnx]'",
+            name=missing[0],
+        )
     folder, was = Path(folder), model.training
     try:
         pieces = backbone, sites, router = take_apart(model.eval(), packed)
         arguments = example(backbone, sites, router)
         flops = flops_of(model, pieces, arguments)
         proto, past = model_graph(model, backbone, sites, arguments, all_logits)
-        graphs = dict(model=int8_graph(proto, {t.name for t in proto.graph.initializer if t.name.startswith("sites.")}) if int8 else proto)
+        graphs = dict(
+            model=(
+                int8_graph(
+                    proto, {t.name for t in proto.graph.initializer if t.name.startswith("sites.")}
+                )
+                if int8
+                else proto
+            )
+        )
         if router is not None: graphs["router"] = router_graph(router, sites, arguments)
     finally: model.train(was)
-    sizes = dict(adapter_mb=tensors_mb(proto, lambda n: n.startswith("sites.")), router_mb=tensors_mb(graphs["router"], lambda n: not n.endswith("embedding")) if router is not None else 0.)
-    info = info_of(model, pieces, past, arguments) | sizes | dict(flops=flops, packed=packed, int8=int8, all_logits=all_logits)
+    sizes = dict(
+        adapter_mb=tensors_mb(proto, lambda n: n.startswith("sites.")),
+        router_mb=(
+            tensors_mb(graphs["router"], lambda n: not n.endswith("embedding"))
+            if router is not None
+            else 0.0
+        ),
+    )
+    info = (
+        info_of(model, pieces, past, arguments)
+        | sizes
+        | dict(flops=flops, packed=packed, int8=int8, all_logits=all_logits)
+    )
     write_graphs(folder, graphs, info)
     return info
 
@@ -197,19 +305,47 @@ def export_onnx(
 def tensors_mb(proto, which) -> float: # 10⁶ bytes of the initializers whose names are meant
     return sum(len(t.raw_data) for t in proto.graph.initializer if which(t.name)) / 1e6
 
+# %% ../../nbs/onnx/04_export.ipynb #f8829c88
 def info_of(model, pieces, past, arguments) -> dict:
     "What a session has to know, and what the export was made with."
     backbone, sites, router = pieces
     config = getattr(backbone, "generation_config", None) or backbone.config
-    eos = next((e for e in (config.eos_token_id, backbone.config.eos_token_id) if e is not None), -1)
+    eos = next(
+        (e for e in (config.eos_token_id, backbone.config.eos_token_id) if e is not None), -1
+    )
     eos = eos if isinstance(eos, list) else [eos]
-    pad = next((p for p in (config.pad_token_id, backbone.config.pad_token_id) if p is not None), max(eos[0], 0))
-    kind = model.active_peft_config.peft_type.value.lower().replace("_", "-") if isinstance(model, PeftModel) else None
-    return dict(format=FORMAT, adapter=kind, routed=router is not None, past=past, kv_heads=[kv[0].shape[1] for kv in arguments[2]], head_dims=[kv[0].shape[3] for kv in arguments[2]],
-                prompt_inputs=list(sites.prompt_inputs) if sites is not None else [], eos_token_id=eos, pad_token_id=pad, vocab_size=backbone.config.vocab_size,
-                backbone=dict(model_type=backbone.config.model_type, hidden_size=backbone.config.hidden_size, layers=len(arguments[2])),
-                versions={n: importlib.metadata.version(n) for n in ("torch", "transformers", "peft", "onnx", "onnxscript")})
+    pad = next(
+        (p for p in (config.pad_token_id, backbone.config.pad_token_id) if p is not None),
+        max(eos[0], 0),
+    )
+    kind = (
+        model.active_peft_config.peft_type.value.lower().replace("_", "-")
+        if isinstance(model, PeftModel)
+        else None
+    )
+    return dict(
+        format=FORMAT,
+        adapter=kind,
+        routed=router is not None,
+        past=past,
+        kv_heads=[kv[0].shape[1] for kv in arguments[2]],
+        head_dims=[kv[0].shape[3] for kv in arguments[2]],
+        prompt_inputs=list(sites.prompt_inputs) if sites is not None else [],
+        eos_token_id=eos,
+        pad_token_id=pad,
+        vocab_size=backbone.config.vocab_size,
+        backbone=dict(
+            model_type=backbone.config.model_type,
+            hidden_size=backbone.config.hidden_size,
+            layers=len(arguments[2]),
+        ),
+        versions={
+            n: importlib.metadata.version(n)
+            for n in ("torch", "transformers", "peft", "onnx", "onnxscript")
+        },
+    )
 
+# %% ../../nbs/onnx/04_export.ipynb #8636007f
 def write_graphs(folder, graphs, info) -> None:
     "Graphs, tensors and onnx.json, the last one last: a folder without it is no export."
     import onnx

@@ -25,9 +25,20 @@ def run_prompts(
     "The first evaluated prompts of the run's tasks."
     config, stream = run.config, stream_of(run.config)
     source = get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
-    tasks = [d.evaluation for d in load_tasks(config, stream, source, run.tokenizer, row_length(config, run.model)).values()]
-    return evaluation_batches(tasks, 1, run.tokenizer, {(i, j) for i, t in enumerate(tasks) for j in range(min(rows, len(t.prompts)))})
+    tasks = [
+        d.evaluation
+        for d in load_tasks(
+            config, stream, source, run.tokenizer, row_length(config, run.model)
+        ).values()
+    ]
+    return evaluation_batches(
+        tasks,
+        1,
+        run.tokenizer,
+        {(i, j) for i, t in enumerate(tasks) for j in range(min(rows, len(t.prompts)))},
+    )
 
+# %% ../../nbs/onnx/05_run.ipynb #4165a7c4
 def unequal_answers(
     run: FinishedRun,
     session, # an OnnxSession
@@ -38,7 +49,14 @@ def unequal_answers(
     for b in batches:
         n = b["input_ids"].shape[1]
         want = generate_batch(run.model, b, run.tokenizer, takes)[0, n:].tolist()
-        got = session.generate(*(b[k].numpy() if k in b else None for k in ("input_ids", "attention_mask", "instruction_mask")), b["max_new_tokens"], stop_ids(run.tokenizer))[0, n:].tolist()
+        got = session.generate(
+            *(
+                b[k].numpy() if k in b else None
+                for k in ("input_ids", "attention_mask", "instruction_mask")
+            ),
+            b["max_new_tokens"],
+            stop_ids(run.tokenizer),
+        )[0, n:].tolist()
         if got != want: differ.append(tuple(run.tokenizer.decode(t) for t in (want, got)))
     return differ
 
@@ -50,8 +68,10 @@ def export_run(
     packed: bool = True,
     int8: bool = False,
 ) -> dict: # "adapter", "bare": folders; "compared", "unequal": numbers of answers
-    "Export a run's adapter and its backbone without it; `ValueError` for adapters that have no export."
-    from himalaya_hest.onnx.export import export_onnx # both need the extra onnx, which --help does not
+    """Export a run's adapter and its backbone without it; `ValueError` for adapters that have no
+    export."""
+    # both need the extra onnx, which --help does not
+    from himalaya_hest.onnx.export import export_onnx
     from himalaya_hest.onnx.session import OnnxSession
     name = run.config.adapter.split("+")[0]
     out = dict(adapter=Path(folder)/name, bare=Path(folder)/"bare")
@@ -61,7 +81,8 @@ def export_run(
     differ = unequal_answers(run, OnnxSession(out["adapter"]), batches)
     return out | dict(compared=len(batches), unequal=len(differ), examples=differ[:5])
 
-def _bare(run): return load_backbone(run.config.model, run.config.model_revision, "float32", "none")[0]
+def _bare(run):
+    return load_backbone(run.config.model, run.config.model_revision, "float32", "none")[0]
 
 # %% ../../nbs/onnx/05_run.ipynb #c48ee641
 def export_parser(
@@ -69,54 +90,131 @@ def export_parser(
     **further, # arguments of ArgumentParser
 ) -> argparse.ArgumentParser:
     "What the command line of an export takes."
-    parser = argparse.ArgumentParser(called, **further, description="Export a run's adapter and its backbone to ONNX, and compare answers.")
+    parser = argparse.ArgumentParser(
+        called,
+        **further,
+        description="Export a run's adapter and its backbone to ONNX, and compare answers.",
+    )
     parser.add_argument("run", help="folder of a finished run")
     parser.add_argument("folder", help="where the exports go")
     parser.add_argument("--cache-dir", default=".cache", help="tokenised tasks (default: .cache)")
-    parser.add_argument("--rows", type=int, default=4, help="of each task, whose answers are compared")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="of each task, whose answers are compared"
+    )
     parser.add_argument("--float", action="store_true", help="the adapter's vectors unpacked")
     parser.add_argument("--int8", action="store_true", help="quantise the backbone")
-    parser.add_argument("--adapter-module", default="", help="where the module of an adapter of one's own lies, for a run that was made with one; its code is run")
+    parser.add_argument(
+        "--adapter-module",
+        default="",
+        help="where the module of an adapter of one's own lies, for a run that was made with "
+        "one; its code is run",
+    )
     return parser
 
-def main(arguments: list[str] | None = None, called: str = "python -m himalaya_hest.onnx.run") -> None:
+# %% ../../nbs/onnx/05_run.ipynb #3e4f0de4
+def main(
+    arguments: list[str] | None = None, called: str = "python -m himalaya_hest.onnx.run"
+) -> None:
     "Export a run from the command line."
     a = export_parser(called).parse_args(arguments)
-    try: found = export_run(open_run(a.run, a.cache_dir, a.adapter_module), a.folder, a.rows, not a.float, a.int8)
+    try:
+        found = export_run(
+            open_run(a.run, a.cache_dir, a.adapter_module), a.folder, a.rows, not a.float, a.int8
+        )
     except ValueError as e: raise SystemExit(f"error: {e}") from e
-    print(f"{found['bare']}\n{found['adapter']}\n{found['compared'] - found['unequal']} of {found['compared']} greedy answers equal to PyTorch's")
+    print(
+        f"{found['bare']}\n{found['adapter']}\n{found['compared'] - found['unequal']} of "
+        f"{found['compared']} greedy answers equal to PyTorch's"
+    )
     for want, got in found["examples"]: print(f"  {want!r} in PyTorch, {got!r} in ONNX Runtime")
 
 if __name__ == "__main__" and "__file__" in globals(): main()
 
 # %% ../../nbs/onnx/05_run.ipynb #2a80f6ef
-_STUDY = dict(run=(str,), folder=(str,), rows=(int,), packed=(bool,), int8=(bool,), tokens=(int,), pairs=(int,), threads=(int,))
+_STUDY = dict(
+    run=(str,),
+    folder=(str,),
+    rows=(int,),
+    packed=(bool,),
+    int8=(bool,),
+    tokens=(int,),
+    pairs=(int,),
+    threads=(int,),
+)
 
 def onnx_study(
     given: dict, # parameters of the notebook
     results_dir: str | Path = "runs", # where the most recent run is looked for
 ) -> Table: # overhead of the adapter, each workload a row
-    "Export a run, compare its answers, measure its overhead; `ValueError` for unknown parameters, values of another type, or no run."
+    """Export a run, compare its answers, measure its overhead; `ValueError` for unknown parameters,
+    values of another type, or no run."""
     from himalaya_hest.onnx.session import measure
     checked_parameters(given, _STUDY)
     finished = sorted(Path(results_dir).glob("*/record.json"), key=lambda p: p.stat().st_mtime)
-    if not given["run"] and not finished: raise ValueError(f"there is no finished run in {results_dir}: `make continual25` makes one, or give run the folder of one")
+    if not given["run"] and not finished:
+        raise ValueError(
+            f"there is no finished run in {results_dir}: `make continual25` makes one, or "
+            "give run the folder of one"
+        )
     run = open_run(given["run"] or finished[-1].parent)
     found = export_run(run, given["folder"], given["rows"], given["packed"], given["int8"])
-    measured = measure([found["bare"], found["adapter"]], given["tokens"], pairs=given["pairs"], threads=given["threads"])
-    title = f"{run.record['run_id']}: {found['compared'] - found['unequal']} of {found['compared']} greedy answers equal to PyTorch's; overhead in ONNX Runtime over {given['pairs']} pairs, {given['threads']} thread{'s' * (given['threads'] > 1)}"
+    measured = measure(
+        [found["bare"], found["adapter"]],
+        given["tokens"],
+        pairs=given["pairs"],
+        threads=given["threads"],
+    )
+    title = (
+        f"{run.record['run_id']}: {found['compared'] - found['unequal']} of "
+        f"{found['compared']} greedy answers equal to PyTorch's; overhead in ONNX Runtime "
+        f"over {given['pairs']} pairs, {given['threads']} "
+        f"thread{'s' * (given['threads'] > 1)}"
+    )
     return overhead_table(title, measured)
 
-def extra_flops(row: dict, kind: str) -> float | None: # prefill or decode; None for the bare backbone
+# %% ../../nbs/onnx/05_run.ipynb #f1b96f9d
+# prefill or decode; None for the bare backbone
+def extra_flops(row: dict, kind: str) -> float | None:
     "The share by which an adapter's operations exceed the backbone's."
     flops = row["flops"]
-    return flops[f"{kind}_adapter"] / flops[f"{kind}_bare"] - 1 if f"{kind}_adapter" in flops else None
+    return (
+        flops[f"{kind}_adapter"] / flops[f"{kind}_bare"] - 1 if f"{kind}_adapter" in flops else None
+    )
 
+# %% ../../nbs/onnx/05_run.ipynb #082cc729
 def overhead_table(title: str, measured: dict) -> Table: # of what `onnx.session.measure` gives
     "One row for each export and workload."
     rows = []
     for name, row in measured.items():
         for kind in ("prefill", "decode"):
             o = row[kind].get("overhead", {})
-            rows.append([name, kind, row[kind]["wall_p50_ms"], row[kind]["wall_p99_ms"], o.get("median"), o.get("low"), o.get("high"), extra_flops(row, kind), row["adapter_mb"], row["peak_memory_mb"]])
-    return Table(title, ["export", "work", "p50, ms", "p99, ms", "overhead", "95 % from", "to", "FLOPs more", "adapter, MB", "peak memory, MB"], rows)
+            rows.append(
+                [
+                    name,
+                    kind,
+                    row[kind]["wall_p50_ms"],
+                    row[kind]["wall_p99_ms"],
+                    o.get("median"),
+                    o.get("low"),
+                    o.get("high"),
+                    extra_flops(row, kind),
+                    row["adapter_mb"],
+                    row["peak_memory_mb"],
+                ]
+            )
+    return Table(
+        title,
+        [
+            "export",
+            "work",
+            "p50, ms",
+            "p99, ms",
+            "overhead",
+            "95 % from",
+            "to",
+            "FLOPs more",
+            "adapter, MB",
+            "peak memory, MB",
+        ],
+        rows,
+    )

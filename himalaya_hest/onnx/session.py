@@ -32,20 +32,37 @@ def open_graph(
 ) -> onnxruntime.InferenceSession:
     "A graph on the CPU with a fixed number of threads."
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 3
+    options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = (
+        threads,
+        1,
+        3,
+    )
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
+# %% ../../nbs/onnx/02_session.ipynb #8878a4ee
 def read_info(
     folder: str | Path,
 ) -> dict: # what onnx.json says
     "`FileNotFoundError` or `ValueError` for a folder that is no export."
     path = Path(folder)/"onnx.json"
-    if not path.exists(): raise FileNotFoundError(f"{folder} has no onnx.json: it is not a folder that export_onnx wrote")
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{folder} has no onnx.json: it is not a folder that export_onnx wrote"
+        )
     try: info = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e: raise ValueError(f"{path} cannot be read as JSON: {e or 'nested too deep'}; get the export again") from e
-    if not isinstance(info, dict) or info.get("format") != FORMAT: raise ValueError(f"{path} has the format {info.get('format') if isinstance(info, dict) else None!r}, expected {FORMAT!r}: export the adapter again with this version")
-    if wrong := info_faults(info): raise ValueError(f"{path} was changed or damaged: {'; '.join(wrong)}; get the export again")
+    except (ValueError, RecursionError) as e:
+        raise ValueError(
+            f"{path} cannot be read as JSON: {e or 'nested too deep'}; get the export again"
+        ) from e
+    if not isinstance(info, dict) or info.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has the format "
+            f"{info.get('format') if isinstance(info, dict) else None!r}, expected "
+            f"{FORMAT!r}: export the adapter again with this version"
+        )
+    if wrong := info_faults(info):
+        raise ValueError(f"{path} was changed or damaged: {'; '.join(wrong)}; get the export again")
     return info
 
 # %% ../../nbs/onnx/02_session.ipynb #26dfbcee
@@ -55,45 +72,108 @@ def file_digest(path: str | Path) -> str: # 64 hex digits
     "SHA-256 of a file, read in pieces."
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()
 
+# %% ../../nbs/onnx/02_session.ipynb #98d83b00
 def info_digest(info: dict) -> str: # 64 hex digits
     "SHA-256 of a manifest without its own."
-    return hashlib.sha256(json.dumps({k: v for k, v in info.items() if k != "record"}, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps({k: v for k, v in info.items() if k != "record"}, sort_keys=True).encode()
+    ).hexdigest()
 
+# %% ../../nbs/onnx/02_session.ipynb #06958d72
 def sealed(folder: str | Path, info: dict) -> dict: # with "files" and "record"
     "A manifest with the digests of the folder's files."
-    info = json.loads(json.dumps(info)) | dict(files={n: file_digest(Path(folder)/n) for n in FILES if (Path(folder)/n).exists()})
+    info = json.loads(json.dumps(info)) | dict(
+        files={n: file_digest(Path(folder) / n) for n in FILES if (Path(folder) / n).exists()}
+    )
     return info | dict(record=info_digest(info))
 
+# %% ../../nbs/onnx/02_session.ipynb #ede0c81c
 def info_faults(info: dict) -> list[str]:
     "What a manifest says that cannot be."
-    def ints(low, high): return lambda v: isinstance(v, list) and all(type(x) is int and low <= x <= high for x in v)
+    def ints(low, high):
+        return lambda v: isinstance(v, list) and all(type(x) is int and low <= x <= high for x in v)
     def names(v): return isinstance(v, list) and all(isinstance(x, str) for x in v)
-    rules = dict(routed=lambda v: isinstance(v, bool), past=names, prompt_inputs=names, kv_heads=ints(1, 4096), head_dims=ints(1, 65_536), eos_token_id=ints(-1, 2**31), pad_token_id=lambda v: type(v) is int and 0 <= v < 2**31,
-                 files=lambda v: v is None or isinstance(v, dict) and set(v) <= set(FILES) and "model.onnx" in v)
-    wrong = [f"{n} is {str(info.get(n))[:60]!r}" for n, fits in rules.items() if not fits(info.get(n))]
-    if not wrong and not len(info["past"]) == 2 * len(info["kv_heads"]) == 2 * len(info["head_dims"]): wrong.append(f"past has {len(info['past'])} names for {len(info['kv_heads'])} heads and {len(info['head_dims'])} widths")
-    return wrong + ["its digest is another than was written"] * ("record" in info and info["record"] != info_digest(info))
+    rules = dict(
+        routed=lambda v: isinstance(v, bool),
+        past=names,
+        prompt_inputs=names,
+        kv_heads=ints(1, 4096),
+        head_dims=ints(1, 65_536),
+        eos_token_id=ints(-1, 2**31),
+        pad_token_id=lambda v: type(v) is int and 0 <= v < 2**31,
+        files=lambda v: v is None
+        or isinstance(v, dict)
+        and set(v) <= set(FILES)
+        and "model.onnx" in v,
+    )
+    wrong = [
+        f"{n} is {str(info.get(n))[:60]!r}" for n, fits in rules.items() if not fits(info.get(n))
+    ]
+    if not wrong and not len(info["past"]) == 2 * len(info["kv_heads"]) == 2 * len(
+        info["head_dims"]
+    ):
+        wrong.append(
+            f"past has {len(info['past'])} names for {len(info['kv_heads'])} heads and "
+            f"{len(info['head_dims'])} widths"
+        )
+    return wrong + ["its digest is another than was written"] * (
+        "record" in info and info["record"] != info_digest(info)
+    )
 
 # %% ../../nbs/onnx/02_session.ipynb #9af08f7e
 def check_files(folder: str | Path, info: dict) -> None:
-    "`ValueError` for a file that is missing, or not the one that was exported; a warning where the manifest has no digests."
+    """`ValueError` for a file that is missing, or not the one that was exported; a warning where
+    the manifest has no digests."""
     folder = Path(folder)
     needed = ["model.onnx"] + ["router.onnx"] * info["routed"]
-    if missing := [n for n in {*needed, *(info.get("files") or {})} if not (folder/n).is_file()]: raise ValueError(f"{folder} lacks {missing[0]}: get the export again")
-    if info.get("files") is None: return warnings.warn(f"{folder} was exported without checksums, by an earlier version: a file that was changed or exchanged cannot be noticed; export it again")
+    if missing := [n for n in {*needed, *(info.get("files") or {})} if not (folder/n).is_file()]:
+        raise ValueError(f"{folder} lacks {missing[0]}: get the export again")
+    if info.get("files") is None:
+        return warnings.warn(
+            f"{folder} was exported without checksums, by an earlier version: a file that "
+            "was changed or exchanged cannot be noticed; export it again"
+        )
     for n in {*needed, *info["files"]}:
-        if (now := file_digest(folder/n)) != info["files"].get(n): raise ValueError(f"{folder/n} has the digest {now[:12]}, expected {str(info['files'].get(n))[:12]}: it was changed, damaged or exchanged after the export; get the export again")
+        if (now := file_digest(folder/n)) != info["files"].get(n):
+            raise ValueError(
+                f"{folder/n} has the digest {now[:12]}, expected "
+                f"{str(info['files'].get(n))[:12]}: it was changed, damaged or exchanged "
+                "after the export; get the export again"
+            )
 
+# %% ../../nbs/onnx/02_session.ipynb #b7f92501
 def graph_faults(model, router, info: dict) -> list[str]: # opened graphs
     "Inputs that the manifest does not know, and shapes that it does not have."
     shapes = {i.name: i.shape for i in model.get_inputs()}
     routed = [o.name for o in router.get_outputs()] if router is not None else []
-    wrong = [f"the graph takes {n}, of which nothing is known" for n in shapes.keys() - {"input_ids", "attention_mask", *info["past"], *routed}]
-    wrong += [f"the graph does not take {n}" for n in ({*info["past"], *routed, *info["prompt_inputs"]} - shapes.keys())]
-    if router is not None: wrong += [f"the router takes {i.name}" for i in router.get_inputs() if i.name not in ("input_ids", "attention_mask", "instruction_mask")]
+    wrong = [
+        f"the graph takes {n}, of which nothing is known"
+        for n in shapes.keys() - {"input_ids", "attention_mask", *info["past"], *routed}
+    ]
+    wrong += [
+        f"the graph does not take {n}"
+        for n in ({*info["past"], *routed, *info["prompt_inputs"]} - shapes.keys())
+    ]
+    if router is not None:
+        wrong += [
+            f"the router takes {i.name}"
+            for i in router.get_inputs()
+            if i.name not in ("input_ids", "attention_mask", "instruction_mask")
+        ]
     for i, n in enumerate(info["past"]):
-        here = [d for d, x in zip((info["kv_heads"][i // 2], info["head_dims"][i // 2]), (shapes.get(n) or [None] * 4)[1::2]) if isinstance(x, int) and x != d]
-        if here: wrong.append(f"{n} has the shape {shapes[n]}, onnx.json says {info['kv_heads'][i // 2]} heads of width {info['head_dims'][i // 2]}")
+        here = [
+            d
+            for d, x in zip(
+                (info["kv_heads"][i // 2], info["head_dims"][i // 2]),
+                (shapes.get(n) or [None] * 4)[1::2],
+            )
+            if isinstance(x, int) and x != d
+        ]
+        if here:
+            wrong.append(
+                f"{n} has the shape {shapes[n]}, onnx.json says {info['kv_heads'][i // 2]} "
+                f"heads of width {info['head_dims'][i // 2]}"
+            )
     return wrong
 
 # %% ../../nbs/onnx/02_session.ipynb #cc72470a
@@ -105,15 +185,42 @@ class OnnxSession:
     ):
         self.folder, self.info = Path(folder), read_info(folder)
         check_files(folder, self.info)
-        try: self.model, self.router = open_graph(self.folder/"model.onnx", threads), open_graph(self.folder/"router.onnx", threads) if self.info["routed"] else None
-        except Exception as e: raise ValueError(f"{folder} holds a graph that ONNX Runtime does not open: {e}; get the export again") from e
-        if wrong := graph_faults(self.model, self.router, self.info): raise ValueError(f"{folder}: onnx.json does not fit the graph: {'; '.join(wrong[:4])}; get the export again")
-    def route(self, input_ids, attention_mask=None, instruction_mask=None): return route(self, input_ids, attention_mask, instruction_mask)
-    def forward(self, input_ids, attention_mask, past, routing): return forward(self, input_ids, attention_mask, past, routing)
-    def generate(self, input_ids, attention_mask=None, instruction_mask=None, max_new_tokens=32, eos_token_id=None):
-        return generate(self, input_ids, attention_mask, instruction_mask, max_new_tokens, eos_token_id)
+        try:
+            self.model, self.router = open_graph(self.folder / "model.onnx", threads), (
+                open_graph(self.folder / "router.onnx", threads) if self.info["routed"] else None
+            )
+        except Exception as e:
+            raise ValueError(
+                f"{folder} holds a graph that ONNX Runtime does not open: {e}; get the "
+                "export again"
+            ) from e
+        if wrong := graph_faults(self.model, self.router, self.info):
+            raise ValueError(
+                f"{folder}: onnx.json does not fit the graph: {'; '.join(wrong[:4])}; get "
+                "the export again"
+            )
+    def route(self, input_ids, attention_mask=None, instruction_mask=None):
+        return route(self, input_ids, attention_mask, instruction_mask)
+    def forward(self, input_ids, attention_mask, past, routing):
+        return forward(self, input_ids, attention_mask, past, routing)
+    def generate(
+        self,
+        input_ids,
+        attention_mask=None,
+        instruction_mask=None,
+        max_new_tokens=32,
+        eos_token_id=None,
+    ):
+        return generate(
+            self, input_ids, attention_mask, instruction_mask, max_new_tokens, eos_token_id
+        )
     def empty_past(self, b):
-        return [np.zeros((b, self.info["kv_heads"][i // 2], 0, self.info["head_dims"][i // 2]), np.float32) for i in range(2 * len(self.info["kv_heads"]))]
+        return [
+            np.zeros(
+                (b, self.info["kv_heads"][i // 2], 0, self.info["head_dims"][i // 2]), np.float32
+            )
+            for i in range(2 * len(self.info["kv_heads"]))
+        ]
 
 # %% ../../nbs/onnx/02_session.ipynb #581cf8ab
 def checked(
@@ -124,16 +231,27 @@ def checked(
     "`ValueError` for a mask of another shape."
     if mask is None: return None
     mask = np.asarray(mask)
-    if mask.shape != like.shape: raise ValueError(f"{what} has shape {mask.shape}, input_ids {like.shape}; expected the same")
+    if mask.shape != like.shape:
+        raise ValueError(
+            f"{what} has shape {mask.shape}, input_ids {like.shape}; expected the same"
+        )
     return mask.astype(np.int64)
 
+# %% ../../nbs/onnx/02_session.ipynb #6bb4b668
 def tokens_of(input_ids, attention_mask) -> tuple[np.ndarray, np.ndarray]: # (b, n) int64 each
     "Token ids and mask; `ValueError` for a row without a token."
     ids = np.asarray(input_ids).astype(np.int64)
-    if ids.ndim != 2 or 0 in ids.shape: raise ValueError(f"input_ids has shape {ids.shape}; expected (batch, tokens) with at least one token")
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise ValueError(
+            f"input_ids has shape {ids.shape}; expected (batch, tokens) with at least one " "token"
+        )
     mask = checked(attention_mask, ids, "attention_mask")
     mask = np.ones_like(ids) if mask is None else mask
-    if not mask.any(1).all(): raise ValueError(f"rows {np.flatnonzero(~mask.any(1))[:8].tolist()} have no token to read: their attention_mask is all zero")
+    if not mask.any(1).all():
+        raise ValueError(
+            f"rows {np.flatnonzero(~mask.any(1))[:8].tolist()} have no token to read: "
+            "their attention_mask is all zero"
+        )
     return ids, mask
 
 # %% ../../nbs/onnx/02_session.ipynb #fdb2cfbd
@@ -147,10 +265,20 @@ def route(
     if session.router is None: return {}
     ids, mask = tokens_of(input_ids, attention_mask)
     instruction = checked(instruction_mask, ids, "instruction_mask")
-    given = dict(input_ids=ids, attention_mask=mask, instruction_mask=np.zeros_like(ids) if instruction is None else instruction)
+    given = dict(
+        input_ids=ids,
+        attention_mask=mask,
+        instruction_mask=np.zeros_like(ids) if instruction is None else instruction,
+    )
     names = [o.name for o in session.router.get_outputs()]
-    return dict(zip(names, session.router.run(names, {i.name: given[i.name] for i in session.router.get_inputs()})))
+    return dict(
+        zip(
+            names,
+            session.router.run(names, {i.name: given[i.name] for i in session.router.get_inputs()}),
+        )
+    )
 
+# %% ../../nbs/onnx/02_session.ipynb #ca06f312
 def forward(
     session: OnnxSession,
     input_ids: np.ndarray, # (b, n) int64, the new tokens
@@ -159,7 +287,11 @@ def forward(
     routing: dict[str, np.ndarray], # from `route`
 ) -> tuple[np.ndarray, list[np.ndarray]]: # logits (b, 1 or n, vocabulary), the new past
     "One forward pass."
-    given = dict(input_ids=input_ids, attention_mask=attention_mask) | dict(zip(session.info["past"], past)) | routing
+    given = (
+        dict(input_ids=input_ids, attention_mask=attention_mask)
+        | dict(zip(session.info["past"], past))
+        | routing
+    )
     logits, *present = session.model.run(None, given)
     return logits, present
 
@@ -169,8 +301,12 @@ def later(
     routing: dict[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     "The routing of the tokens after the prompt."
-    return {n: np.zeros((len(x), 1), x.dtype) if n in session.info["prompt_inputs"] else x for n, x in routing.items()}
+    return {
+        n: np.zeros((len(x), 1), x.dtype) if n in session.info["prompt_inputs"] else x
+        for n, x in routing.items()
+    }
 
+# %% ../../nbs/onnx/02_session.ipynb #00304b12
 def generate(
     session: OnnxSession,
     input_ids, # (b, n), padded on the left
@@ -181,12 +317,21 @@ def generate(
 ) -> np.ndarray: # (b, n + new) int64; a finished row goes on with the padding token
     "Greedy continuation of every row."
     ids, mask = tokens_of(input_ids, attention_mask)
-    if not mask[:, -1].all(): raise ValueError("attention_mask ends with 0: generation needs batches that are padded on the left")
+    if not mask[:, -1].all():
+        raise ValueError(
+            "attention_mask ends with 0: generation needs batches that are padded on the " "left"
+        )
     stop = np.atleast_1d(session.info["eos_token_id"] if eos_token_id is None else eos_token_id)
-    routing, past, new = route(session, ids, mask, instruction_mask), session.empty_past(len(ids)), ids
+    routing, past, new = (
+        route(session, ids, mask, instruction_mask),
+        session.empty_past(len(ids)),
+        ids,
+    )
     alive = np.ones(len(ids), bool)
     for _ in range(max_new_tokens):
-        logits, past = forward(session, new, mask, past, routing if new is ids else later(session, routing))
+        logits, past = forward(
+            session, new, mask, past, routing if new is ids else later(session, routing)
+        )
         token = np.where(alive, logits[:, -1].argmax(-1), session.info["pad_token_id"])
         ids_so_far = np.concatenate([ids if new is ids else ids_so_far, token[:, None]], 1)
         alive &= ~np.isin(token, stop)
@@ -202,10 +347,18 @@ def workloads(
     "What is measured of one export."
     mask, longer = np.ones_like(ids), np.ones((len(ids), ids.shape[1] + 1), np.int64)
     instruction = np.zeros_like(ids); instruction[:, :max(1, ids.shape[1] // 8)] = 1
-    def prefill(): return session.forward(ids, mask, session.empty_past(len(ids)), session.route(ids, mask, instruction))
+    def prefill():
+        return session.forward(
+            ids, mask, session.empty_past(len(ids)), session.route(ids, mask, instruction)
+        )
     routing, (_, past) = later(session, session.route(ids, mask, instruction)), prefill()
-    return dict(prefill=prefill, decode=lambda: session.forward(ids[:, -1:], longer, past, routing), route=lambda: session.route(ids, mask, instruction))
+    return dict(
+        prefill=prefill,
+        decode=lambda: session.forward(ids[:, -1:], longer, past, routing),
+        route=lambda: session.route(ids, mask, instruction),
+    )
 
+# %% ../../nbs/onnx/02_session.ipynb #0810958f
 def process_s(f) -> tuple[float, float]: # processor time, elapsed time
     start, wall = time.process_time_ns(), time.perf_counter_ns()
     f()
@@ -221,13 +374,18 @@ def interval(
     low, high = np.percentile(np.median(ratios[draws], 1), [2.5, 97.5])
     return dict(median=float(np.median(ratios)), low=float(low), high=float(high))
 
+# %% ../../nbs/onnx/02_session.ipynb #a28497e8
 def rounds_of(
     functions: dict, # name → function without arguments
     pairs: int,
     seed: int = 0,
 ) -> np.ndarray: # (pairs, names, 2) processor and elapsed seconds
     "All functions in every round, in an order drawn anew."
-    rng, names, out = np.random.default_rng(seed), list(functions), np.zeros((pairs, len(functions), 2))
+    rng, names, out = (
+        np.random.default_rng(seed),
+        list(functions),
+        np.zeros((pairs, len(functions), 2)),
+    )
     for f in functions.values(): f(); f()
     gc.disable()
     try:
@@ -245,25 +403,48 @@ def summary(
     out = {}
     for i, name in enumerate(names):
         cpu, wall = (seconds[:, i, k] * 1e3 for k in (0, 1))
-        row = dict(process_p50_ms=float(np.median(cpu)), process_p99_ms=float(np.percentile(cpu, 99)), wall_p50_ms=float(np.median(wall)), wall_p99_ms=float(np.percentile(wall, 99)))
-        if i: row["overhead"] = {k: v - 1 for k, v in interval(seconds[:, i, 0] / seconds[:, 0, 0]).items()}
+        row = dict(
+            process_p50_ms=float(np.median(cpu)),
+            process_p99_ms=float(np.percentile(cpu, 99)),
+            wall_p50_ms=float(np.median(wall)),
+            wall_p99_ms=float(np.percentile(wall, 99)),
+        )
+        if i:
+            row["overhead"] = {
+                k: v - 1 for k, v in interval(seconds[:, i, 0] / seconds[:, 0, 0]).items()
+            }
         out[name] = row
     return out
 
+# %% ../../nbs/onnx/02_session.ipynb #226b5c5f
 def peak_memory_mb(
     folder: str | Path,
     ids: np.ndarray, # (b, n)
     threads: int = 1,
 ) -> float: # 10⁶ bytes, of a process that opens the export and answers once
     "The largest resident size of a process of its own."
-    program = ("import json, resource, sys; import numpy as np; sys.path.insert(0, sys.argv[1]); import session as s\n"
-               "session = s.OnnxSession(sys.argv[2], int(sys.argv[3])); session.generate(np.array(json.loads(sys.argv[4])), max_new_tokens=4, eos_token_id=-1)\n"
-               "lines = open('/proc/self/status').read().splitlines() if sys.platform == 'linux' else []\n"
-               "peaks = [int(l.split()[1]) for l in lines if l.startswith('VmHWM')] or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]\n" # ru_maxrss begins with the parent's size
-               "print(peaks[0] * 1024 / 1e6)")
+    program = (
+        "import json, resource, sys; import numpy as np; sys.path.insert(0, sys.argv[1]); "
+        "import session as s\n"
+        "session = s.OnnxSession(sys.argv[2], int(sys.argv[3])); "
+        "session.generate(np.array(json.loads(sys.argv[4])), max_new_tokens=4, "
+        "eos_token_id=-1)\n"
+        "lines = open('/proc/self/status').read().splitlines() if sys.platform == 'linux' "
+        "else []\n"
+        "peaks = [int(l.split()[1]) for l in lines if l.startswith('VmHWM')] or "
+        "[resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]\n"  # ru_maxrss begins with the parent's size
+        "print(peaks[0] * 1024 / 1e6)"
+    )
     here = str(Path(__file__).resolve().parent)
-    done = subprocess.run([sys.executable, "-c", program, here, str(folder), str(threads), json.dumps(ids.tolist())], capture_output=True, text=True)
-    if done.returncode: raise RuntimeError(f"{folder} could not be measured in a process of its own: {done.stderr[-500:]}")
+    done = subprocess.run(
+        [sys.executable, "-c", program, here, str(folder), str(threads), json.dumps(ids.tolist())],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"{folder} could not be measured in a process of its own: {done.stderr[-500:]}"
+        )
     return float(done.stdout)
 
 # %% ../../nbs/onnx/02_session.ipynb #7742e4b6
@@ -277,32 +458,66 @@ def measure(
 ) -> dict: # adapter → workload → figures
     "Overhead of each export over the first."
     sessions = {Path(f).name: OnnxSession(f, threads) for f in folders}
-    if len(sessions) < len(folders): raise ValueError(f"the folders' names must differ, got {[str(f) for f in folders]}")
+    if len(sessions) < len(folders):
+        raise ValueError(f"the folders' names must differ, got {[str(f) for f in folders]}")
     vocabulary = {s.info["vocab_size"] for s in sessions.values()}
-    if len(vocabulary) > 1: raise ValueError(f"the exports are of different backbones: their vocabularies have {sorted(vocabulary)} tokens")
+    if len(vocabulary) > 1:
+        raise ValueError(
+            "the exports are of different backbones: their vocabularies have "
+            f"{sorted(vocabulary)} tokens"
+        )
     ids = np.random.default_rng(seed).integers(5, vocabulary.pop(), (batch, tokens))
     works = {n: workloads(s, ids) for n, s in sessions.items()}
-    out = {n: dict(flops=s.info["flops"], adapter_mb=s.info["adapter_mb"]) for n, s in sessions.items()}
+    out = {
+        n: dict(flops=s.info["flops"], adapter_mb=s.info["adapter_mb"]) for n, s in sessions.items()
+    }
     for kind in ("prefill", "decode"):
-        for name, row in summary(rounds_of({n: w[kind] for n, w in works.items()}, pairs, seed), list(works)).items(): out[name][kind] = row
+        for name, row in summary(
+            rounds_of({n: w[kind] for n, w in works.items()}, pairs, seed), list(works)
+        ).items():
+            out[name][kind] = row
     for name, s in sessions.items():
-        if s.router is not None: out[name]["route"] = summary(rounds_of(dict(route=works[name]["route"]), pairs, seed), ["route"])["route"]
-    for folder in folders: out[Path(folder).name]["peak_memory_mb"] = peak_memory_mb(folder, ids, threads)
+        if s.router is not None:
+            out[name]["route"] = summary(
+                rounds_of(dict(route=works[name]["route"]), pairs, seed), ["route"]
+            )["route"]
+    for folder in folders:
+        out[Path(folder).name]["peak_memory_mb"] = peak_memory_mb(folder, ids, threads)
     return out
 
 # %% ../../nbs/onnx/02_session.ipynb #94bd962f
 def main(arguments: list[str] | None = None) -> None:
     "Measure exports against the first of them."
-    parser = argparse.ArgumentParser(prog="session.py", description="Overhead of exported adapters over the bare backbone, in ONNX Runtime. Needs onnxruntime and numpy alone.")
-    parser.add_argument("folders", nargs="+", help="exported folders of one backbone, the bare one first")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128], help="lengths of the prompt")
+    parser = argparse.ArgumentParser(
+        prog="session.py",
+        description="Overhead of exported adapters over the bare backbone, in ONNX Runtime. Needs "
+        "onnxruntime and numpy alone.",
+    )
+    parser.add_argument(
+        "folders", nargs="+", help="exported folders of one backbone, the bare one first"
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[128], help="lengths of the prompt"
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=200, help="rounds; fewer than 200 are for a trial")
+    parser.add_argument(
+        "--pairs", type=int, default=200, help="rounds; fewer than 200 are for a trial"
+    )
     parser.add_argument("--out", help="JSON file for the figures")
     a = parser.parse_args(arguments)
-    found = dict(machine=dict(processor=platform.machine(), cpu_count=os.cpu_count(), system=platform.system(), python=platform.python_version()),
-                 versions=dict(onnxruntime=onnxruntime.__version__, numpy=np.__version__), pairs=a.pairs, batch=a.batch, rows=[])
+    found = dict(
+        machine=dict(
+            processor=platform.machine(),
+            cpu_count=os.cpu_count(),
+            system=platform.system(),
+            python=platform.python_version(),
+        ),
+        versions=dict(onnxruntime=onnxruntime.__version__, numpy=np.__version__),
+        pairs=a.pairs,
+        batch=a.batch,
+        rows=[],
+    )
     for threads in a.threads:
         for tokens in a.tokens:
             for name, row in measure(a.folders, tokens, a.batch, a.pairs, threads).items():
@@ -315,8 +530,20 @@ def line(
     row: dict, # of `main`
 ) -> str:
     "One row for a terminal."
-    def percent(r): return "        bare" if "overhead" not in r else "{median:+6.1%} [{low:+.1%}, {high:+.1%}]".format(**r["overhead"])
-    return (f"{row['adapter']:16} {row['threads']} threads, {row['tokens']:4} tokens: " +
-            ", ".join(f"{k} {row[k]['wall_p50_ms']:.2f} ms (p99 {row[k]['wall_p99_ms']:.2f}) {percent(row[k])}" for k in ("prefill", "decode")) + f", peak {row['peak_memory_mb']:.0f} MB")
+    def percent(r):
+        return (
+            "        bare"
+            if "overhead" not in r
+            else "{median:+6.1%} [{low:+.1%}, {high:+.1%}]".format(**r["overhead"])
+        )
+    return (
+        f"{row['adapter']:16} {row['threads']} threads, {row['tokens']:4} tokens: "
+        + ", ".join(
+            f"{k} {row[k]['wall_p50_ms']:.2f} ms (p99 {row[k]['wall_p99_ms']:.2f}) "
+            f"{percent(row[k])}"
+            for k in ("prefill", "decode")
+        )
+        + f", peak {row['peak_memory_mb']:.0f} MB"
+    )
 
 if __name__ == "__main__" and "__file__" in globals(): main()

@@ -21,17 +21,25 @@ class Rows(NamedTuple):
     width: int = 0 # of packed rows
     group: int = 0 # numbers that share a scale
 
+# %% ../../nbs/onnx/01_step.ipynb #525befa2
 def pack_rows(
     planes: Tensor, # (K, bits, ⌈width/8⌉) uint8
     scales: Tensor, # (K, groups) float16
     width: int,
 ) -> Rows:
-    "Rows filled up with zeros to whole groups of whole bytes, so that a graph reshapes them without asking for their width."
+    """Rows filled up with zeros to whole groups of whole bytes, so that a graph reshapes them
+    without asking for their width."""
     groups = scales.shape[1]
     group = -(-width // groups) if groups == 1 else 32
     group += -group % 8
-    return Rows(torch.nn.functional.pad(planes, (0, groups * group // 8 - planes.shape[2])).contiguous(), scales.contiguous(), width, group)
+    return Rows(
+        torch.nn.functional.pad(planes, (0, groups * group // 8 - planes.shape[2])).contiguous(),
+        scales.contiguous(),
+        width,
+        group,
+    )
 
+# %% ../../nbs/onnx/01_step.ipynb #4febf0b3
 def take_rows(
     rows: Rows,
     slots: Tensor, # (b, S) int64
@@ -40,10 +48,19 @@ def take_rows(
     if rows.scales is None: return rows.values[slots]
     shape = (*slots.shape, rows.width)
     if torch.onnx.is_in_onnx_export():
-        return torch.onnx.ops.symbolic(f"{DOMAIN}::Rows", (rows.values, rows.scales, slots), dict(group=[rows.group], width=[rows.width]), dtype=torch.float32, shape=shape, version=1)
+        return torch.onnx.ops.symbolic(
+            f"{DOMAIN}::Rows",
+            (rows.values, rows.scales, slots),
+            dict(group=[rows.group], width=[rows.width]),
+            dtype=torch.float32,
+            shape=shape,
+            version=1,
+        )
     at = slots.flatten()
     padded = rows.scales.shape[1] * rows.group
-    return dequantise_groups(rows.values[at], rows.scales[at], padded, rows.group)[:, :rows.width].view(shape)
+    return dequantise_groups(rows.values[at], rows.scales[at], padded, rows.group)[
+        :, : rows.width
+    ].view(shape)
 
 # %% ../../nbs/onnx/01_step.ipynb #9fdaf6d6
 DOMAIN, OPSET = "himalaya", 18 # BitwiseAnd needs 18, which ONNX Runtime has had since 1.14
@@ -104,8 +121,11 @@ def add_functions(
     "Give a model the functions it calls."
     from onnx import parser
     called = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
-    model.functions.extend(f for f in map(parser.parse_function, (ROWS, RESIDUAL)) if f.name in called)
-    if called and not any(o.domain == DOMAIN for o in model.opset_import): model.opset_import.add(domain=DOMAIN, version=1)
+    model.functions.extend(
+        f for f in map(parser.parse_function, (ROWS, RESIDUAL)) if f.name in called
+    )
+    if called and not any(o.domain == DOMAIN for o in model.opset_import):
+        model.opset_import.add(domain=DOMAIN, version=1)
 
 # %% ../../nbs/onnx/01_step.ipynb #a563b0cf
 def residual(
@@ -117,5 +137,12 @@ def residual(
 ) -> Tensor: # (b, n, d_out)
     "y + Σ v (qᵀx) d over the slots of each sequence."
     if torch.onnx.is_in_onnx_export():
-        return torch.onnx.ops.symbolic(f"{DOMAIN}::Residual", (x, y, coefficients, read, write), {}, dtype=y.dtype, shape=y.shape, version=1)
+        return torch.onnx.ops.symbolic(
+            f"{DOMAIN}::Residual",
+            (x, y, coefficients, read, write),
+            {},
+            dtype=y.dtype,
+            shape=y.shape,
+            version=1,
+        )
     return y + ((x @ read.mT) * coefficients) @ write

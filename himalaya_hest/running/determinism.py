@@ -14,7 +14,11 @@ from contextlib import contextmanager
 import torch
 
 # %% ../../nbs/running/04_determinism.ipynb #813d43c2
-_TOLD = (r"(?s)\s*(\S.*?) does not have a deterministic implementation", r"(?s)\s*(\S.*?) defaults to a non-deterministic algorithm", r"(?s).*not deterministic because it uses (CuBLAS)")
+_TOLD = (
+    r"(?s)\s*(\S.*?) does not have a deterministic implementation",
+    r"(?s)\s*(\S.*?) defaults to a non-deterministic algorithm",
+    r"(?s).*not deterministic because it uses (CuBLAS)",
+)
 
 def kernel_of(
     message: str, # of a warning
@@ -26,9 +30,16 @@ def kernel_of(
 @contextmanager
 def deterministic_kernels(): # yields a set of names, which grows
     "Work in torch's deterministic mode, and collect the kernels that have none."
-    names, strict = set(), torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    names, strict = (
+        set(),
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     enabled, always = torch.are_deterministic_algorithms_enabled(), torch.is_warn_always_enabled()
-    filled, tuned = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    filled, tuned = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+    )
     with warnings.catch_warnings():
         for pattern in _TOLD: warnings.filterwarnings("always", message=pattern)
         show = warnings.showwarning
@@ -38,8 +49,15 @@ def deterministic_kernels(): # yields a set of names, which grows
         warnings.showwarning = note
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # read when cuBLAS is first used
         torch.use_deterministic_algorithms(True, warn_only=not strict); torch.set_warn_always(True)
-        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = False, False
+        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = (
+            False,
+            False,
+        )
         try: yield names
         finally:
-            torch.use_deterministic_algorithms(enabled, warn_only=enabled and not strict); torch.set_warn_always(always)
-            torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = filled, tuned
+            torch.use_deterministic_algorithms(enabled, warn_only=enabled and not strict)
+            torch.set_warn_always(always)
+            torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = (
+                filled,
+                tuned,
+            )

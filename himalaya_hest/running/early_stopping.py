@@ -18,7 +18,8 @@ from ..adapters.registry import Adapter, adapter_tensors, load_adapter_tensors
 
 # %% ../../nbs/running/09_early_stopping.ipynb #f1c8d199
 class EarlyStopping(StreamHooks):
-    "The best of a task's evaluations, and an end to a task that no longer improves; the first of an adapter's hooks."
+    """The best of a task's evaluations, and an end to a task that no longer improves; the first of
+    an adapter's hooks."""
     def __init__(self,
         adapter: Adapter,
         score_of: Callable[[str], float], # task's name → its score now, higher is better
@@ -26,8 +27,17 @@ class EarlyStopping(StreamHooks):
         patience: int = 3, # evaluations in a row without a better score after which a task ends
     ):
         for name, n in dict(eval_steps=eval_steps, patience=patience).items():
-            if n < 1: raise ValueError(f"{name} is {n}, expected at least 1; without early stopping leave this hook out")
-        self.adapter, self.score_of, self.eval_steps, self.patience = adapter, score_of, eval_steps, patience
+            if n < 1:
+                raise ValueError(
+                    f"{name} is {n}, expected at least 1; without early stopping leave "
+                    "this hook out"
+                )
+        self.adapter, self.score_of, self.eval_steps, self.patience = (
+            adapter,
+            score_of,
+            eval_steps,
+            patience,
+        )
         self.begin("")
     def begin(self, task: str) -> None:
         "Nothing is known of this task yet."
@@ -47,7 +57,11 @@ class EarlyStopping(StreamHooks):
         "Score the present step, once."
         if self.history and self.history[-1][0] == self.step: return
         score = undisturbed(self.adapter, lambda: float(self.score_of(self.task)))
-        if not math.isfinite(score): raise ValueError(f"task {self.task!r} has the score {score} after step {self.step}, expected a finite number")
+        if not math.isfinite(score):
+            raise ValueError(
+                f"task {self.task!r} has the score {score} after step {self.step}, "
+                "expected a finite number"
+            )
         self.history.append((self.step, score))
         if not self.adapter.hooks.may_choose(): return # noted, and neither chosen nor counted
         if score <= self.best_score: self.without += 1; return
@@ -68,14 +82,28 @@ def undisturbed(
 
 # %% ../../nbs/running/09_early_stopping.ipynb #92a91a2c
 def _state_dict(self) -> dict[str, Tensor]:
-    numbers = dict(step=torch.tensor(self.step), without=torch.tensor(self.without), best_score=torch.tensor(self.best_score, dtype=torch.float64))
-    told = dict(task=torch.tensor(list(self.task.encode()), dtype=torch.uint8), history=torch.tensor(self.history, dtype=torch.float64).view(-1, 2))
+    numbers = dict(
+        step=torch.tensor(self.step),
+        without=torch.tensor(self.without),
+        best_score=torch.tensor(self.best_score, dtype=torch.float64),
+    )
+    told = dict(
+        task=torch.tensor(list(self.task.encode()), dtype=torch.uint8),
+        history=torch.tensor(self.history, dtype=torch.float64).view(-1, 2),
+    )
     return numbers | told | {f"best.{n}": t for n, t in self.best.items()}
 
+# %% ../../nbs/running/09_early_stopping.ipynb #2e52f5c5
 def _load_state_dict(self, state: dict[str, Tensor]) -> None:
     self.begin(bytes(state["task"].tolist()).decode())
-    self.step, self.without, self.best_score = int(state["step"]), int(state["without"]), float(state["best_score"])
+    self.step, self.without, self.best_score = (
+        int(state["step"]),
+        int(state["without"]),
+        float(state["best_score"]),
+    )
     self.history = [(int(step), score) for step, score in state["history"].tolist()]
-    self.best = {n.removeprefix("best."): t.clone() for n, t in state.items() if n.startswith("best.")}
+    self.best = {
+        n.removeprefix("best."): t.clone() for n, t in state.items() if n.startswith("best.")
+    }
 
 EarlyStopping.state_dict, EarlyStopping.load_state_dict = _state_dict, _load_state_dict

@@ -33,24 +33,31 @@ class SampleCosts:
     adapter: np.ndarray # of directions by their states, or of another adapter
     adapter_fp: np.ndarray # the same with all directions in fp
     controller: np.ndarray
-    of_blocks: bool = False # is the scope the blocks: `adapter` is then what all gates and directions change of the backbone's cost, and below 0 where they save
+    # is the scope the blocks: `adapter` is then what all gates and directions change of the
+    # backbone's cost, and below 0 where they save
+    of_blocks: bool = False
     @property
-    def scope_share(self) -> np.ndarray: return self.energy_share if self.of_blocks else self.adapter / self.adapter_fp
+    def scope_share(self) -> np.ndarray:
+        return self.energy_share if self.of_blocks else self.adapter / self.adapter_fp
     @property
-    def energy_share(self) -> np.ndarray: return (self.backbone + self.adapter + self.controller) / self.backbone
+    def energy_share(self) -> np.ndarray:
+        return (self.backbone + self.adapter + self.controller) / self.backbone
 
+# %% ../../nbs/running/12_energy.ipynb #fdcfbc1f
 @dataclass
 class Utilisation:
     "How much of each layer's directions is used at which position."
     layers: list # block numbers
     bin_width: int # tokens
-    cost: np.ndarray # (layers, bins) sum over tokens of the scope's cost as a share of the layer's all in fp
+    # (layers, bins) sum over tokens of the scope's cost as a share of the layer's all in fp
+    cost: np.ndarray
     states: np.ndarray # (layers, bins, 3) sum over tokens of the shares of off, int8, fp
     n_tokens: np.ndarray # (bins,)
 
 # %% ../../nbs/running/12_energy.ipynb #21c8f269
 class CostCounter:
-    "Within, every forward pass of an adapter's backbone is counted for the samples named by `begin`."
+    """Within, every forward pass of an adapter's backbone is counted for the samples named by
+    `begin`."""
     def __init__(self,
         adapter: Adapter,
         cost: ForwardCost, # of the bare backbone
@@ -64,24 +71,48 @@ class CostCounter:
         self.costs = SampleCosts(*(np.zeros(n_samples) for _ in range(5)))
         self.gated = hasattr(adapter.tuner, "gate_costs")
         self.bin_width, self.n_bins, self.passed = max(1, -(-n_positions // n_bins)), n_bins, None
-        if self.gated: self.costs.of_blocks = "blocks" in adapter.tuner.gate_costs(); layers = list(adapter.tuner.core().layers); self.use = Utilisation(layers, self.bin_width, np.zeros((len(layers), n_bins)), np.zeros((len(layers), n_bins, 3)), np.zeros(n_bins))
+        if self.gated:
+            self.costs.of_blocks = "blocks" in adapter.tuner.gate_costs()
+            layers = list(adapter.tuner.core().layers)
+            self.use = Utilisation(
+                layers,
+                self.bin_width,
+                np.zeros((len(layers), n_bins)),
+                np.zeros((len(layers), n_bins, 3)),
+                np.zeros(n_bins),
+            )
     def begin(self,
         samples: list[int], # of the rows of the next generation
         num_beams: int = 1,
     ) -> None: self.samples, self.over = np.repeat(samples, num_beams), None
     def __enter__(self):
-        self.handle = self.adapter.model.get_base_model().register_forward_hook(self._seen, with_kwargs=True)
-        self.recording = record_states(self.adapter.tuner, lambda passed: setattr(self, "passed", passed)) if self.gated else None
+        self.handle = self.adapter.model.get_base_model().register_forward_hook(
+            self._seen, with_kwargs=True
+        )
+        self.recording = (
+            record_states(self.adapter.tuner, lambda passed: setattr(self, "passed", passed))
+            if self.gated
+            else None
+        )
         if self.gated: self.recording.__enter__()
         return self
     def __exit__(self, *error):
         self.handle.remove()
         if self.gated: self.recording.__exit__()
     def _seen(self, model, args, kwargs, output):
-        ids, mask, cache = kwargs.get("input_ids", args[0] if args else None), kwargs.get("attention_mask"), kwargs.get("past_key_values")
+        ids, mask, cache = (
+            kwargs.get("input_ids", args[0] if args else None),
+            kwargs.get("attention_mask"),
+            kwargs.get("past_key_values"),
+        )
         n_keys = ids.shape[1] if cache is None else cache.get_seq_length()
-        if mask is not None and (mask.dim() != 2 or mask.shape[1] != n_keys): raise RuntimeError(f"the backbone was given an attention mask of shape {tuple(mask.shape)} for {n_keys} keys; costs are counted from one of shape (rows, keys)")
-        attended = ids.new_ones(len(ids), n_keys, dtype=torch.bool) if mask is None else mask.bool() # generate leaves a mask of ones out
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] != n_keys):
+            raise RuntimeError(
+                f"the backbone was given an attention mask of shape {tuple(mask.shape)} "
+                f"for {n_keys} keys; costs are counted from one of shape (rows, keys)"
+            )
+        # generate leaves a mask of ones out
+        attended = ids.new_ones(len(ids), n_keys, dtype=torch.bool) if mask is None else mask.bool()
         keys, counted = attended.cumsum(1)[:, -ids.shape[1]:], attended[:, -ids.shape[1]:]
         if n_keys > ids.shape[1]: # decoding: a row that has ended is counted no more
             ended = torch.isin(ids, self.ends.to(ids.device)).any(1)
@@ -91,23 +122,40 @@ class CostCounter:
 
 # %% ../../nbs/running/12_energy.ipynb #ecfb6b4f
 def _add(self, keys, counted, headed):
-    "Add a forward pass: keys (b, n) that its tokens see, which of them count, and of the last of them, which went through the head, those that count."
+    """Add a forward pass: keys (b, n) that its tokens see, which of them count, and of the last of
+    them, which went through the head, those that count."""
     add = lambda total, per_row: np.add.at(total, self.samples, per_row.double().cpu().numpy())
     tokens, c = counted.sum(1), self.costs
     add(c.tokens, tokens)
-    bare = self.cost.linear * tokens.double() - self.cost.head * (tokens - headed.sum(1)).double() + self.cost.attention_per_key * (keys * counted).sum(1)
+    bare = (
+        self.cost.linear * tokens.double()
+        - self.cost.head * (tokens - headed.sum(1)).double()
+        + self.cost.attention_per_key * (keys * counted).sum(1)
+    )
     add(c.backbone, bare)
-    if not self.gated: add(c.adapter, self.extra * tokens.double()); add(c.adapter_fp, self.extra * tokens.double()); return
+    if not self.gated:
+        add(c.adapter, self.extra * tokens.double())
+        add(c.adapter_fp, self.extra * tokens.double())
+        return
     price = self.adapter.tuner.gate_costs()
     gates = next(iter(self.passed.values()))
     self._use(gates, keys, counted)
-    if c.of_blocks: add(c.adapter, price["blocks"] * (gates.totals()[0].double() * counted).sum(1) - bare); return
+    if c.of_blocks:
+        add(c.adapter, price["blocks"] * (gates.totals()[0].double() * counted).sum(1) - bare)
+        return
     add(c.adapter, price["directions"] * (gates.scope_share() * counted).double().sum(1))
-    add(c.adapter_fp, price["directions"] * tokens.double()); add(c.controller, price["controller"] * tokens.double())
+    add(c.adapter_fp, price["directions"] * tokens.double())
+    add(c.controller, price["controller"] * tokens.double())
 
+# %% ../../nbs/running/12_energy.ipynb #5057f8d4
 def _use(self, gates, keys, counted):
     "Add to the table of layers and positions."
-    bins = ((keys - 1).clamp(min=0) // self.bin_width).clamp(max=self.n_bins - 1)[counted].cpu().numpy()
+    bins = (
+        ((keys - 1).clamp(min=0) // self.bin_width)
+        .clamp(max=self.n_bins - 1)[counted]
+        .cpu()
+        .numpy()
+    )
     np.add.at(self.use.n_tokens, bins, 1)
     for row, share in gates.shares.items():
         states = share[counted].double().cpu().numpy() # (tokens, 3)
@@ -116,15 +164,21 @@ def _use(self, gates, keys, counted):
 
 CostCounter._add, CostCounter._use = _add, _use
 
+# %% ../../nbs/running/12_energy.ipynb #f98ece7a
 def adapter_multiply_adds(
     adapter: Adapter,
     n_tokens: int = 32, # of the row that is counted
 ) -> float: # of one token
     "Matrix products that an adapter adds to a forward pass, counted by torch with and without it."
     ids = torch.ones(1, n_tokens, dtype=torch.long, device=next(adapter.model.parameters()).device)
-    batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), prompt_mask=torch.ones_like(ids, dtype=torch.bool))
+    batch = dict(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        prompt_mask=torch.ones_like(ids, dtype=torch.bool),
+    )
     def counted():
-        with FlopCounterMode(display=False) as flops, torch.no_grad(): adapter.model(**model_inputs(batch, adapter.takes_masks))
+        with FlopCounterMode(display=False) as flops, torch.no_grad():
+            adapter.model(**model_inputs(batch, adapter.takes_masks))
         return flops.get_total_flops() / 2
     with_ = counted()
     with adapter.model.disable_adapter(): return (with_ - counted()) / n_tokens
@@ -146,12 +200,17 @@ def count_answers(
     longest = max(len(p["input_ids"]) for p in task.prompts[:n]) + task.max_new_tokens
     adapter.model.eval()
     with CostCounter(adapter, cost, n, stop_ids(tokenizer), extra, longest) as counter:
-        for batch in evaluation_batches([task], batch_size if num_beams == 1 else 1, tokenizer, {(0, j) for j in range(n)}):
+        for batch in evaluation_batches(
+            [task], batch_size if num_beams == 1 else 1, tokenizer, {(0, j) for j in range(n)}
+        ):
             counter.begin([j for _, j in batch["rows"]], num_beams)
             answer_batch(adapter, batch, tokenizer, num_beams)
     return counter.costs, counter.use if counter.gated else None
 
-def answer_batch(adapter: Adapter, batch: dict, tokenizer, num_beams: int = 1, exactly: int | None = None) -> None:
+# %% ../../nbs/running/12_energy.ipynb #9695d149
+def answer_batch(
+    adapter: Adapter, batch: dict, tokenizer, num_beams: int = 1, exactly: int | None = None
+) -> None:
     "Generate a batch from `evaluation_batches`, at most its cap, or exactly so many tokens."
     generate_batch(adapter.model, batch, tokenizer, adapter.takes_masks, num_beams, exactly)
 
@@ -160,8 +219,11 @@ def modelled_joules(
     costs: SampleCosts,
 ) -> float: # J, mean over samples
     "Modelled Joules of a sample."
-    return float((costs.backbone + costs.adapter + costs.controller).mean() * JOULES_PER_MULTIPLY_ADD)
+    return float(
+        (costs.backbone + costs.adapter + costs.controller).mean() * JOULES_PER_MULTIPLY_ADD
+    )
 
+# %% ../../nbs/running/12_energy.ipynb #6289e726
 def measured_joules(
     meter: Meter,
     adapter: Adapter,
@@ -174,14 +236,25 @@ def measured_joules(
     rounds: int = 3,
     cool_down_s: float = 2., # before each window
 ) -> dict: # joules_per_sample, net_joules_per_sample, bare_joules_per_sample, idle_w, windows
-    "Joules of a sample by a counter, in turns with the bare backbone; `RuntimeError` where it stands still."
+    """Joules of a sample by a counter, in turns with the bare backbone; `RuntimeError` where it
+    stands still."""
     n = len(task.prompts) if max_samples is None else min(max_samples, len(task.prompts))
     batches = evaluation_batches([task], batch_size, tokenizer, {(0, j) for j in range(n)})
     def answers(): [answer_batch(adapter, b, tokenizer, num_beams) for b in batches]
     def bare():
         with adapter.model.disable_adapter(): answers()
-    ours, theirs = measure_interleaved(meter, {"adapter": answers, "bare": bare}, rounds, min_s, cool_down_s)
-    return dict(joules_per_sample=ours.gross_j / n, net_joules_per_sample=ours.net_j / n, bare_joules_per_sample=theirs.gross_j / n, idle_w=ours.idle_w, batch_size=batch_size, num_beams=num_beams, windows=[asdict(ours), asdict(theirs)])
+    ours, theirs = measure_interleaved(
+        meter, {"adapter": answers, "bare": bare}, rounds, min_s, cool_down_s
+    )
+    return dict(
+        joules_per_sample=ours.gross_j / n,
+        net_joules_per_sample=ours.net_j / n,
+        bare_joules_per_sample=theirs.gross_j / n,
+        idle_w=ours.idle_w,
+        batch_size=batch_size,
+        num_beams=num_beams,
+        windows=[asdict(ours), asdict(theirs)],
+    )
 
 # %% ../../nbs/running/12_energy.ipynb #c2a69769
 def latencies_ms(
@@ -192,15 +265,22 @@ def latencies_ms(
     new_tokens: int = 16, # exactly
     batch_size: int = 1, # rows of a request
 ) -> tuple[np.ndarray, np.ndarray]: # of requests (n,), of steps of decoding (n · (new_tokens − 1),); by `clock_of`
-    "Time of ⌈n_samples / batch_size⌉ requests and of each of their steps of decoding; one more before them warms up."
-    device, collate = next(adapter.model.parameters()).device, Collator(tokenizer, padding_side="left")
+    """Time of ⌈n_samples / batch_size⌉ requests and of each of their steps of decoding; one more
+    before them warms up."""
+    device, collate = next(adapter.model.parameters()).device, Collator(
+        tokenizer, padding_side="left"
+    )
     wait = (lambda: torch.cuda.synchronize()) if device.type == "cuda" else (lambda: None)
     ends, samples, tokens, now = [], [], [], getattr(time, clock_of(device.type))
     def mark(*_): wait(); ends.append(now())
     handle = adapter.model.get_base_model().register_forward_hook(mark)
     try:
         for k in range(-(-n_samples // batch_size) + 1):
-            batch = collate([task.prompts[(k * batch_size + i) % len(task.prompts)] for i in range(batch_size)]); ends.clear(); wait()
+            batch = collate(
+                [task.prompts[(k * batch_size + i) % len(task.prompts)] for i in range(batch_size)]
+            )
+            ends.clear()
+            wait()
             start = now()
             answer_batch(adapter, batch, tokenizer, exactly=new_tokens)
             wait()
@@ -208,12 +288,17 @@ def latencies_ms(
     finally: handle.remove()
     return np.array(samples), np.array(tokens)
 
+# %% ../../nbs/running/12_energy.ipynb #1cdfac24
 def clock_of(device_type: str) -> str: # a clock of `time`
-    return "process_time" if device_type == "cpu" and torch.get_num_threads() == 1 else "perf_counter"
+    return (
+        "process_time" if device_type == "cpu" and torch.get_num_threads() == 1 else "perf_counter"
+    )
 
+# %% ../../nbs/running/12_energy.ipynb #c9ba1b43
 def percentiles(values: np.ndarray) -> dict[str, float]: # p50, p95, p99
     return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)}
 
+# %% ../../nbs/running/12_energy.ipynb #c8d1a352
 def latency_parts(
     adapter: Adapter,
     task: EvaluationTask,
@@ -223,9 +308,21 @@ def latency_parts(
     "Percentiles of the latency at each batch size, as they stand in a record."
     parts = []
     for b in settings["latency_batch_sizes"] if settings["latency_samples"] else []:
-        requests, steps = latencies_ms(adapter, task, tokenizer, settings["latency_samples"], settings["latency_new_tokens"], b)
-        parts.append(dict(samples=percentiles(requests), decoded_tokens=percentiles(steps), n_samples=len(requests), n_tokens=len(steps), new_tokens=settings["latency_new_tokens"],
-                          batch_size=b, num_beams=1, clock=clock_of(next(adapter.model.parameters()).device.type)))
+        requests, steps = latencies_ms(
+            adapter, task, tokenizer, settings["latency_samples"], settings["latency_new_tokens"], b
+        )
+        parts.append(
+            dict(
+                samples=percentiles(requests),
+                decoded_tokens=percentiles(steps),
+                n_samples=len(requests),
+                n_tokens=len(steps),
+                new_tokens=settings["latency_new_tokens"],
+                batch_size=b,
+                num_beams=1,
+                clock=clock_of(next(adapter.model.parameters()).device.type),
+            )
+        )
     return parts
 
 # %% ../../nbs/running/12_energy.ipynb #e762ad74
@@ -240,26 +337,73 @@ def energy_part(
     meter: Meter, # source "none": Joules are modelled
 ) -> tuple[dict, dict]: # for the summary, for the record
     "What answering costs, as it stands in a record."
-    costs, use = count_answers(adapter, task, tokenizer, cost, batch_size, num_beams, settings["max_samples"])
-    measured = None if meter.source == "none" else measured_joules(meter, adapter, task, tokenizer, batch_size, num_beams, settings["max_samples"], settings["min_window_s"])
+    costs, use = count_answers(
+        adapter, task, tokenizer, cost, batch_size, num_beams, settings["max_samples"]
+    )
+    measured = (
+        None
+        if meter.source == "none"
+        else measured_joules(
+            meter,
+            adapter,
+            task,
+            tokenizer,
+            batch_size,
+            num_beams,
+            settings["max_samples"],
+            settings["min_window_s"],
+        )
+    )
     timed = latency_parts(adapter, task, tokenizer, settings)
     scope = costs.scope_share if use is not None else None
-    summary = dict(mean_joules_per_sample=modelled_joules(costs) if measured is None else measured["joules_per_sample"], joules_source=MODELLED if measured is None else f"measured: {meter.source}",
-                   energy_share=float(costs.energy_share.mean()), energy_share_max=float(costs.energy_share.max()),
-                   scope_energy_share=None if scope is None else float(scope.mean()), scope_energy_share_max=None if scope is None else float(scope.max()),
-                   **{f"latency_{k}_ms": v for k, v in (timed[0]["samples"] if timed else dict.fromkeys(("p50", "p95", "p99"))).items()},
-                   controller_parameters=adapter.tuner.controller_parameters() if use is not None else 0)
+    summary = dict(
+        mean_joules_per_sample=(
+            modelled_joules(costs) if measured is None else measured["joules_per_sample"]
+        ),
+        joules_source=MODELLED if measured is None else f"measured: {meter.source}",
+        energy_share=float(costs.energy_share.mean()),
+        energy_share_max=float(costs.energy_share.max()),
+        scope_energy_share=None if scope is None else float(scope.mean()),
+        scope_energy_share_max=None if scope is None else float(scope.max()),
+        **{
+            f"latency_{k}_ms": v
+            for k, v in (
+                timed[0]["samples"] if timed else dict.fromkeys(("p50", "p95", "p99"))
+            ).items()
+        },
+        controller_parameters=adapter.tuner.controller_parameters() if use is not None else 0,
+    )
     return summary, _details(adapter, costs, use, measured, timed)
 
+# %% ../../nbs/running/12_energy.ipynb #bf716b49
 def _details(adapter, costs, use, measured, timed):
     "Everything beside the summary, rounded."
     short = lambda x, digits=4: np.round(x, digits).tolist()
-    out = dict(n_samples=len(costs.tokens), tokens=short(costs.tokens, 0), energy_share=short(costs.energy_share, 6), modelled_joules_per_sample=modelled_joules(costs), measured=measured,
-               multiply_adds=dict(backbone=float(costs.backbone.mean()), adapter=float(costs.adapter.mean()), adapter_fp=float(costs.adapter_fp.mean()), controller=float(costs.controller.mean())))
+    out = dict(
+        n_samples=len(costs.tokens),
+        tokens=short(costs.tokens, 0),
+        energy_share=short(costs.energy_share, 6),
+        modelled_joules_per_sample=modelled_joules(costs),
+        measured=measured,
+        multiply_adds=dict(
+            backbone=float(costs.backbone.mean()),
+            adapter=float(costs.adapter.mean()),
+            adapter_fp=float(costs.adapter_fp.mean()),
+            controller=float(costs.controller.mean()),
+        ),
+    )
     if timed: out["latency_ms"] = timed[0]
     if timed[1:]: out["latency_ms_batched"] = timed[1:]
     if use is None: return out
     n = np.maximum(use.n_tokens, 1)
     out |= dict(scope_energy_share=short(costs.scope_share), gate_costs=adapter.tuner.gate_costs())
     if not use.layers: return out # everything is in one state
-    return out | dict(utilisation=dict(layers=use.layers, bin_width=use.bin_width, n_tokens=short(use.n_tokens, 0), cost=short(use.cost / n), states=short(use.states / n[:, None])))
+    return out | dict(
+        utilisation=dict(
+            layers=use.layers,
+            bin_width=use.bin_width,
+            n_tokens=short(use.n_tokens, 0),
+            cost=short(use.cost / n),
+            states=short(use.states / n[:, None]),
+        )
+    )

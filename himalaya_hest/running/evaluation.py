@@ -41,6 +41,7 @@ class EvaluationTask:
     languages: tuple | None = None # per row the ISO code of the target
     tests: tuple = () # per row the tests of its program, for metric pass_at_1
 
+# %% ../../nbs/running/10_evaluation.ipynb #d20eb661
 def evaluation_task(
     task, # tasks.Task
     dataset, # materialised validation rows
@@ -49,10 +50,22 @@ def evaluation_task(
 ) -> EvaluationTask:
     "Take a task's prompts and references out of its materialised rows."
     rows = dataset.to_list()
-    prompts = [{k: v for k, v in prompt_row(r).items() if marks_instruction or k != "instruction_mask"} for r in rows]
+    prompts = [
+        {k: v for k, v in prompt_row(r).items() if marks_instruction or k != "instruction_mask"}
+        for r in rows
+    ]
     cap = min(task.max_new_tokens, max_new_tokens or task.max_new_tokens)
     tests = tuple(r["tests"] for r in rows) if task.metric == "pass_at_1" else ()
-    return EvaluationTask(task.name, task.metric, cap, tuple(prompts), tuple(tuple(r["references"]) for r in rows), task.metric_labels, tuple(r["language"] for r in rows), tests)
+    return EvaluationTask(
+        task.name,
+        task.metric,
+        cap,
+        tuple(prompts),
+        tuple(tuple(r["references"]) for r in rows),
+        task.metric_labels,
+        tuple(r["language"] for r in rows),
+        tests,
+    )
 
 # %% ../../nbs/running/10_evaluation.ipynb #1ab12d9d
 def evaluation_batches(
@@ -62,12 +75,22 @@ def evaluation_batches(
     wanted: set | None = None, # pairs (task, row); None: all
 ) -> list[dict]: # model inputs, left padded, beside `rows` [(task, row)] and `max_new_tokens`
     "Pool the prompts of all tasks into batches of like length."
-    rows = sorted((t.max_new_tokens, len(p["input_ids"]), i, j) for i, t in enumerate(tasks) for j, p in enumerate(t.prompts) if wanted is None or (i, j) in wanted)
+    rows = sorted(
+        (t.max_new_tokens, len(p["input_ids"]), i, j)
+        for i, t in enumerate(tasks)
+        for j, p in enumerate(t.prompts)
+        if wanted is None or (i, j) in wanted
+    )
     groups, collate = [], Collator(tokenizer, padding_side="left")
     for row in rows:
-        if not groups or len(groups[-1]) == batch_size or row[0] != groups[-1][0][0]: groups.append([])
+        if not groups or len(groups[-1]) == batch_size or row[0] != groups[-1][0][0]:
+            groups.append([])
         groups[-1].append(row)
-    return [collate([tasks[i].prompts[j] for _, _, i, j in g]) | dict(rows=[(i, j) for _, _, i, j in g], max_new_tokens=g[0][0]) for g in groups]
+    return [
+        collate([tasks[i].prompts[j] for _, _, i, j in g])
+        | dict(rows=[(i, j) for _, _, i, j in g], max_new_tokens=g[0][0])
+        for g in groups
+    ]
 
 # %% ../../nbs/running/10_evaluation.ipynb #84be2048
 def generate_batch(
@@ -76,13 +99,27 @@ def generate_batch(
     tokenizer, # for its stop and padding tokens
     takes_masks: bool, # does this adapter take prompt_mask and instruction_mask?
     num_beams: int = 1,
-    exactly: int | None = None, # generated tokens; None: as many as the model gives, up to the batch's cap
+    # generated tokens; None: as many as the model gives, up to the batch's cap
+    exactly: int | None = None,
 ) -> Tensor: # (rows, prompt and generated tokens)
     "Generate without drawing, and without what a backbone's own generation config asks for."
     from transformers import GenerationConfig
-    config = GenerationConfig(do_sample=False, repetition_penalty=1., num_beams=num_beams, max_new_tokens=exactly or batch["max_new_tokens"], min_new_tokens=exactly, eos_token_id=stop_ids(tokenizer), pad_token_id=pad_id(tokenizer))
-    with torch.no_grad(): return model.generate(**model_inputs(batch, takes_masks, next(model.parameters()).device), generation_config=config)
+    config = GenerationConfig(
+        do_sample=False,
+        repetition_penalty=1.0,
+        num_beams=num_beams,
+        max_new_tokens=exactly or batch["max_new_tokens"],
+        min_new_tokens=exactly,
+        eos_token_id=stop_ids(tokenizer),
+        pad_token_id=pad_id(tokenizer),
+    )
+    with torch.no_grad():
+        return model.generate(
+            **model_inputs(batch, takes_masks, next(model.parameters()).device),
+            generation_config=config,
+        )
 
+# %% ../../nbs/running/10_evaluation.ipynb #4d2312de
 def greedy(
     model: nn.Module, # a PEFT model
     batch: dict, # from `evaluation_batches`
@@ -90,7 +127,8 @@ def greedy(
     takes_masks: bool, # does this adapter take prompt_mask and instruction_mask?
     num_beams: int = 1, # beams of the search; 1: each token the most probable one
 ) -> list[str]: # generated texts, in the order of the batch
-    "Generate one batch of prompts without drawing, greedily unless there are beams; special tokens are dropped from the texts."
+    """Generate one batch of prompts without drawing, greedily unless there are beams; special
+    tokens are dropped from the texts."""
     out = generate_batch(model, batch, tokenizer, takes_masks, num_beams)
     return tokenizer.batch_decode(out[:, batch["input_ids"].shape[1]:], skip_special_tokens=True)
 
@@ -99,7 +137,8 @@ def answer_keys(
     adapter: Adapter,
     task: EvaluationTask,
     tokenizer,
-    batch_size: int = 64, # prompts read at once; always the same batches, so that no rounding differs
+    # prompts read at once; always the same batches, so that no rounding differs
+    batch_size: int = 64,
 ) -> list[str] | None: # one digest per row; None where the adapter cannot tell
     "What acts on the answer to each row."
     if not hasattr(adapter.tuner, "answer_keys"): return None
@@ -110,31 +149,54 @@ def answer_keys(
         out += keys
     return out
 
+# %% ../../nbs/running/10_evaluation.ipynb #dc1f78e9
 def _generated(adapter, batches, tokenizer, num_beams):
     "(task, row, text) of all batches; processes share them out, and each gets all texts."
-    own = [[i, j, text] for batch in batches[process_index()::num_processes()] for (i, j), text in zip(batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks, num_beams))]
+    own = [
+        [i, j, text]
+        for batch in batches[process_index() :: num_processes()]
+        for (i, j), text in zip(
+            batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks, num_beams)
+        )
+    ]
     return [row for part in gathered(json.dumps(own).encode()) for row in json.loads(part)]
 
+# %% ../../nbs/running/10_evaluation.ipynb #3a858f69
 def _unchanged(keys, known, n):
     "Per row the kept answer where its digest is the same, else None."
     if keys is None: return [None] * n
-    return [answer if key == digest else None for key, (digest, answer) in zip(keys, known)] + [None] * (n - len(known))
+    return [answer if key == digest else None for key, (digest, answer) in zip(keys, known)] + [
+        None
+    ] * (n - len(known))
 
+# %% ../../nbs/running/10_evaluation.ipynb #3292f469
 def generate_answers(
     adapter: Adapter,
     tasks: list[EvaluationTask],
     tokenizer,
     batch_size: int, # prompts at once
-    kept: dict | None = None, # task → rows of [digest, answer] of earlier calls with as many beams, brought up to date; None: everything is generated
+    # task → rows of [digest, answer] of earlier calls with as many beams, brought up to date;
+    # None: everything is generated
+    kept: dict | None = None,
     num_beams: int = 1, # see `greedy`
 ) -> list[list[str]]: # per task, per row
     "Answers to all rows of the tasks."
     adapter.model.eval()
     keys = [answer_keys(adapter, t, tokenizer) if kept is not None else None for t in tasks]
-    answers = [_unchanged(k, (kept or {}).get(t.name, []), len(t.prompts)) for t, k in zip(tasks, keys)]
+    answers = [
+        _unchanged(k, (kept or {}).get(t.name, []), len(t.prompts)) for t, k in zip(tasks, keys)
+    ]
     wanted = {(i, j) for i, row in enumerate(answers) for j, a in enumerate(row) if a is None}
-    for i, j, text in _generated(adapter, evaluation_batches(tasks, batch_size, tokenizer, wanted), tokenizer, num_beams): answers[i][j] = text.strip()
-    if kept is not None: kept |= {t.name: [list(pair) for pair in zip(k, a)] for t, k, a in zip(tasks, keys, answers) if k is not None}
+    for i, j, text in _generated(
+        adapter, evaluation_batches(tasks, batch_size, tokenizer, wanted), tokenizer, num_beams
+    ):
+        answers[i][j] = text.strip()
+    if kept is not None:
+        kept |= {
+            t.name: [list(pair) for pair in zip(k, a)]
+            for t, k, a in zip(tasks, keys, answers)
+            if k is not None
+        }
     log.info("%d of %d answers generated", len(wanted), sum(map(len, answers)))
     return answers
 
@@ -146,10 +208,19 @@ def program_outcomes(
     "Run the programs in the answers against their tests, all in one sandbox, in one process."
     return json.loads(on_main(lambda: json.dumps(_run_here(tasks, answers)).encode()))
 
+# %% ../../nbs/running/10_evaluation.ipynb #c31cbbb7
 def _run_here(tasks, answers):
     run = [(t, row) for t, row in zip(tasks, answers) if t.metric == "pass_at_1"]
     if not run: return {}
-    ended = iter(run_programs([(program_of(a), tests) for t, row in run for a, tests in zip(row, t.tests, strict=True)]).outcomes)
+    ended = iter(
+        run_programs(
+            [
+                (program_of(a), tests)
+                for t, row in run
+                for a, tests in zip(row, t.tests, strict=True)
+            ]
+        ).outcomes
+    )
     return {t.name: [next(ended).status for _ in row] for t, row in run}
 
 # %% ../../nbs/running/10_evaluation.ipynb #9dcc908f
@@ -165,14 +236,45 @@ def evaluate(
     "Generate and score tasks, and count which label was taken for which."
     answers = generate_answers(adapter, tasks, tokenizer, batch_size, kept, num_beams)
     ended = program_outcomes(tasks, answers)
-    scored = {t.name: _scored(t.metric, tuple(a), t.references, t.labels, t.languages, tuple(ended[t.name]) if t.name in ended else None) for t, a in zip(tasks, answers)}
-    if rows is not None: rows |= {t.name: [list(x) for x in zip(a, row_values(t.metric, a, t.references, t.labels, t.languages, ended.get(t.name)))] for t, a in zip(tasks, answers)}
-    return {n: dict(s) for n, (s, _) in scored.items()}, {n: copy.deepcopy(c) for n, (_, c) in scored.items() if c is not None}
+    scored = {
+        t.name: _scored(
+            t.metric,
+            tuple(a),
+            t.references,
+            t.labels,
+            t.languages,
+            tuple(ended[t.name]) if t.name in ended else None,
+        )
+        for t, a in zip(tasks, answers)
+    }
+    if rows is not None:
+        rows |= {
+            t.name: [
+                list(x)
+                for x in zip(
+                    a,
+                    row_values(t.metric, a, t.references, t.labels, t.languages, ended.get(t.name)),
+                )
+            ]
+            for t, a in zip(tasks, answers)
+        }
+    return {n: dict(s) for n, (s, _) in scored.items()}, {
+        n: copy.deepcopy(c) for n, (_, c) in scored.items() if c is not None
+    }
 
-@lru_cache(maxsize=128) # the same answers get the same score, and most answers of a stream are the same again
+# %% ../../nbs/running/10_evaluation.ipynb #bd089982
+# the same answers get the same score, and most answers of a stream are the same again
+@lru_cache(maxsize=128)
 def _scored(metric, answers, references, labels, languages, outcomes):
     "Metrics of one task, and where it has labels their counts."
-    metrics = score(metric, list(answers), references, labels=labels, languages=languages, outcomes=None if outcomes is None else list(outcomes))
+    metrics = score(
+        metric,
+        list(answers),
+        references,
+        labels=labels,
+        languages=languages,
+        outcomes=None if outcomes is None else list(outcomes),
+    )
     if metric != "label_accuracy": return metrics, None
     names, counts = confusion_counts(list(answers), references, labels)
     return metrics, dict(labels=list(names), counts=[[int(x) for x in row] for row in counts])
@@ -192,7 +294,13 @@ def cpu_latency_overhead(
     def timed(batch):
         start = time.process_time()
         with torch.no_grad():
-            adapter.model.generate(**model_inputs(batch, adapter.takes_masks), do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=pad_id(tokenizer))
+            adapter.model.generate(
+                **model_inputs(batch, adapter.takes_masks),
+                do_sample=False,
+                min_new_tokens=new_tokens,
+                max_new_tokens=new_tokens,
+                pad_token_id=pad_id(tokenizer),
+            )
         return time.process_time() - start
     with_, without = [], []
     for k in range(pairs + 1):

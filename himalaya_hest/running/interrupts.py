@@ -16,18 +16,25 @@ log = logging.getLogger("himalaya_hest")
 
 # %% ../../nbs/running/03_interrupts.ipynb #3bf77d21
 class Terminated(SystemExit):
-    "What SIGTERM, or SIGUSR2 where somebody listens to it, becomes inside of `Interrupts`; on its way out the signal is sent again to whom it was meant for. Its code is 128 and the signal's number."
+    """What SIGTERM, or SIGUSR2 where somebody listens to it, becomes inside of `Interrupts`; on its
+    way out the signal is sent again to whom it was meant for. Its code is 128 and the signal's
+    number."""
 
+# %% ../../nbs/running/03_interrupts.ipynb #8cb9511b
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 _REQUEUE = getattr(signal, "SIGUSR2", None) # which Windows lacks
 
 class Interrupts:
-    "A context in which SIGINT, SIGTERM and a SIGUSR2 that has a handler wait for the end of a step; `arrived` is the one that waits, or None."
+    """A context in which SIGINT, SIGTERM and a SIGUSR2 that has a handler wait for the end of a
+    step; `arrived` is the one that waits, or None."""
     def __init__(self): self.arrived, self._waits, self._replaced = None, False, {}
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
-            self._replaced = {n: usual for n, usual in _USUAL.items() if signal.getsignal(n) == usual}
-            if _REQUEUE is not None and callable(listens := signal.getsignal(_REQUEUE)): self._replaced[_REQUEUE] = listens
+            self._replaced = {
+                n: usual for n, usual in _USUAL.items() if signal.getsignal(n) == usual
+            }
+            if _REQUEUE is not None and callable(listens := signal.getsignal(_REQUEUE)):
+                self._replaced[_REQUEUE] = listens
             for n in self._replaced: signal.signal(n, self._handle)
         return self
     def __exit__(self, kind, error, traceback):
@@ -36,13 +43,17 @@ class Interrupts:
     def _handle(self, number, frame):
         if not self._waits or self.arrived is not None: self._raise(number)
         self.arrived = number
-        log.info("%s: the run stops after this step; once more stops it at once", signal.Signals(number).name)
+        log.info(
+            "%s: the run stops after this step; once more stops it at once",
+            signal.Signals(number).name,
+        )
     def _raise(self, number):
         if number == signal.SIGINT: raise KeyboardInterrupt
         raise Terminated(128 + number)
     @contextmanager
     def steps(self):
-        "Steps run in here; after each, ask for `arrived`, bring everything in order, and call `stop`."
+        """Steps run in here; after each, ask for `arrived`, bring everything in order, and call
+        `stop`."""
         self._waits = True
         try: yield self
         finally: self._waits = False

@@ -15,8 +15,12 @@ import torch
 def is_out_of_memory(error: BaseException) -> bool:
     "Did memory end, on a GPU or on the CPU?"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)): return True
-    return isinstance(error, RuntimeError) and any(told in str(error) for told in ("DefaultCPUAllocator", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED"))
+    return isinstance(error, RuntimeError) and any(
+        told in str(error)
+        for told in ("DefaultCPUAllocator", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    )
 
+# %% ../../nbs/running/05_out_of_memory.ipynb #3cb564da
 def what_to_lower(
     config: dict, # parameters of a resolved run
     doing: str, # loading, training or evaluation
@@ -24,15 +28,43 @@ def what_to_lower(
     "The parameters that decide about memory in a part of a run, with their values."
     t, e = config["training"], config["evaluation"]
     n, k = t["per_device_train_batch_size"], t["gradient_accumulation_steps"]
-    batch = f"training.per_device_train_batch_size to {n // 2} with training.gradient_accumulation_steps at {2 * k} (now {n} and {k}; the update stays the same)" if n > 1 else ""
-    smaller = [("quantisation to nf4 (now none)", config["quantisation"] == "none"), ("dtype to bfloat16", config["dtype"] != "bfloat16")]
+    batch = (
+        f"training.per_device_train_batch_size to {n // 2} with "
+        f"training.gradient_accumulation_steps at {2 * k} (now {n} and {k}; the update "
+        "stays the same)"
+        if n > 1
+        else ""
+    )
+    smaller = [
+        ("quantisation to nf4 (now none)", config["quantisation"] == "none"),
+        ("dtype to bfloat16", config["dtype"] != "bfloat16"),
+    ]
     by = dict(
-        training=[(batch, n > 1), ("training.gradient_checkpointing to true", not t["gradient_checkpointing"]), ("training.bf16 to true", not t["bf16"]), (f"training.max_length (now {t['max_length'] or 'the smaller of 1024 and the context'})", True), *smaller],
-        evaluation=[(f"evaluation.per_device_eval_batch_size (now {e['per_device_eval_batch_size']})", e["per_device_eval_batch_size"] > 1), (f"evaluation.num_beams (now {e['num_beams']})", e["num_beams"] > 1),
-                    (f"evaluation.max_new_tokens (now {e['max_new_tokens'] or 'as the tasks say'})", True), *smaller],
-        loading=[*smaller, ("model: take a smaller one", True)])
+        training=[
+            (batch, n > 1),
+            ("training.gradient_checkpointing to true", not t["gradient_checkpointing"]),
+            ("training.bf16 to true", not t["bf16"]),
+            (
+                "training.max_length (now "
+                f"{t['max_length'] or 'the smaller of 1024 and the context'})",
+                True,
+            ),
+            *smaller,
+        ],
+        evaluation=[
+            (
+                f"evaluation.per_device_eval_batch_size (now {e['per_device_eval_batch_size']})",
+                e["per_device_eval_batch_size"] > 1,
+            ),
+            (f"evaluation.num_beams (now {e['num_beams']})", e["num_beams"] > 1),
+            (f"evaluation.max_new_tokens (now {e['max_new_tokens'] or 'as the tasks say'})", True),
+            *smaller,
+        ],
+        loading=[*smaller, ("model: take a smaller one", True)],
+    )
     return "; ".join(words for words, holds in by[doing] if holds)
 
+# %% ../../nbs/running/05_out_of_memory.ipynb #70666f5d
 @contextmanager
 def telling_memory(
     config: dict, # parameters of a resolved run
@@ -42,5 +74,11 @@ def telling_memory(
     try: yield
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e): raise
-        where = dict(loading="loading the backbone", training="training", evaluation="evaluating")[doing()]
-        raise type(e)(f"out of memory while {where} ({str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}). Change one of these, under another run_id: {what_to_lower(config, doing())}.") from e
+        where = dict(loading="loading the backbone", training="training", evaluation="evaluating")[
+            doing()
+        ]
+        raise type(e)(
+            f"out of memory while {where} "
+            f"({str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}). "
+            f"Change one of these, under another run_id: {what_to_lower(config, doing())}."
+        ) from e

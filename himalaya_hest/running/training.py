@@ -33,6 +33,7 @@ def steps_of_task(
     steps = -(-n_batches // micro_batches_of_step(training)) * training["num_train_epochs"]
     return steps if training["max_steps"] < 0 else min(steps, training["max_steps"])
 
+# %% ../../nbs/running/08_training.ipynb #f3eb2b7f
 def warmup_of_task(
     n_steps: int, # optimiser steps of the task
     training: dict, # resolved training parameters
@@ -42,7 +43,8 @@ def warmup_of_task(
 
 # %% ../../nbs/running/08_training.ipynb #042a0b0e
 def micro_batches(
-    make_loader: Callable[[int, int], Iterable[dict]], # (epoch, first micro-batch) → that epoch's batches from there on
+    # (epoch, first micro-batch) → that epoch's batches from there on
+    make_loader: Callable[[int, int], Iterable[dict]],
     n_batches: int, # micro-batches of an epoch
     accumulation: int, # micro-batches of an optimiser step
     start_step: int = 0, # first optimiser step
@@ -79,16 +81,21 @@ def make_optimizer(
     lr, decay = training["learning_rate"], training["weight_decay"]
     if hasattr(adapter.tuner, "optimizer_groups"): groups = adapter.tuner.optimizer_groups(lr)
     else: groups = [dict(params=[p for p in adapter.model.parameters() if p.requires_grad])]
-    if not any(g["params"] for g in groups): raise ValueError(f"adapter {adapter.name} has no trainable parameter")
+    if not any(g["params"] for g in groups):
+        raise ValueError(f"adapter {adapter.name} has no trainable parameter")
     betas = training["adam_beta1"], training["adam_beta2"]
-    return torch.optim.AdamW([dict(lr=lr, weight_decay=decay, betas=betas) | g for g in groups], fused=True)
+    return torch.optim.AdamW(
+        [dict(lr=lr, weight_decay=decay, betas=betas) | g for g in groups], fused=True
+    )
 
+# %% ../../nbs/running/08_training.ipynb #86aec216
 def optimizer_state(
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Tensor]: # "{parameter}.{moment}" → tensor
     "The moments as named tensors."
     return {f"{i}.{k}": v for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
 
+# %% ../../nbs/running/08_training.ipynb #2de848fe
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, # freshly made, over the same parameters
     tensors: dict[str, Tensor], # as `optimizer_state` gave them
@@ -103,27 +110,43 @@ def load_optimizer_state(
 # %% ../../nbs/running/08_training.ipynb #f7354dca
 @dataclass
 class TaskState:
-    "Where the training of a task stands; everything a checkpoint needs beside the adapter and its hooks."
+    """Where the training of a task stands; everything a checkpoint needs beside the adapter and its
+    hooks."""
     step: int = 0 # finished optimiser steps
     optimizer: torch.optim.Optimizer | None = None
     scheduler: object = None
     loss: float = float("nan") # of the last step, before extra terms
     skipped: int = 0 # steps without an update, since loss or gradient was not finite
     skipped_in_a_row: int = 0 # of those, the last ones
-    restored: dict = field(default_factory=dict) # {"tensors": moments, "scheduler": dict}, to be taken up by `train_task`
+    # {"tensors": moments, "scheduler": dict}, to be taken up by `train_task`
+    restored: dict = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
         return optimizer_state(self.optimizer) if self.optimizer else {}
     def meta(self) -> dict:
-        return dict(step=self.step, skipped=self.skipped, skipped_in_a_row=self.skipped_in_a_row, scheduler={k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"} if self.scheduler else None)
+        return dict(
+            step=self.step,
+            skipped=self.skipped,
+            skipped_in_a_row=self.skipped_in_a_row,
+            scheduler=(
+                {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
+                if self.scheduler
+                else None
+            ),
+        )
 
+# %% ../../nbs/running/08_training.ipynb #fc2720a1
 def _prepare(adapter, training, n_steps, state):
     "Make the optimiser and its schedule, or restore them to the state's step."
     state.optimizer = make_optimizer(adapter, training)
-    state.scheduler = get_scheduler(training["lr_scheduler_type"], state.optimizer, warmup_of_task(n_steps, training), n_steps)
+    state.scheduler = get_scheduler(
+        training["lr_scheduler_type"], state.optimizer, warmup_of_task(n_steps, training), n_steps
+    )
     if state.restored:
         load_optimizer_state(state.optimizer, state.restored["tensors"])
-        state.scheduler.load_state_dict(state.restored["scheduler"] | {"lr_lambdas": [None] * len(state.optimizer.param_groups)})
+        state.scheduler.load_state_dict(
+            state.restored["scheduler"] | {"lr_lambdas": [None] * len(state.optimizer.param_groups)}
+        )
         for g, lr in zip(state.optimizer.param_groups, state.scheduler.get_last_lr()): g["lr"] = lr
         state.restored = {}
 
@@ -136,29 +159,47 @@ def diverged_text(
     training: dict, # resolved training parameters
 ) -> str:
     "Why a run stops, and what can be changed."
-    broken = not all(bool(p.isfinite().all()) for g in state.optimizer.param_groups for p in g["params"])
-    why = "the weights themselves are no longer finite, so that going on from here cannot help" if broken else "the weights are still finite"
-    return (f"the {wrong} was not finite in {state.skipped_in_a_row} steps in a row, the last of them step {state.step} of the task; {why}. Lower training.learning_rate (now {training['learning_rate']}) "
-            f"or training.max_grad_norm (now {training['max_grad_norm']}){', or set training.bf16 to false' if training['bf16'] else ''}, under another run_id")
+    broken = not all(
+        bool(p.isfinite().all()) for g in state.optimizer.param_groups for p in g["params"]
+    )
+    why = (
+        "the weights themselves are no longer finite, so that going on from here cannot " "help"
+        if broken
+        else "the weights are still finite"
+    )
+    return (
+        f"the {wrong} was not finite in {state.skipped_in_a_row} steps in a row, the last "
+        f"of them step {state.step} of the task; {why}. Lower training.learning_rate (now "
+        f"{training['learning_rate']}) "
+        "or training.max_grad_norm (now "
+        f"{training['max_grad_norm']}){', or set training.bf16 to false' if training['bf16'] else ''}, "
+        "under another run_id"
+    )
 
 # %% ../../nbs/running/08_training.ipynb #5a0efae2
 def step_key(
     device: torch.device,
 ) -> bytes:
     "A number of this step, from the state of the first process' generator."
-    state = torch.get_rng_state().numpy().tobytes() + (torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b"")
+    state = torch.get_rng_state().numpy().tobytes() + (
+        torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
+    )
     return bytes_from_main(hashlib.sha256(state).digest())
 
+# %% ../../nbs/running/08_training.ipynb #0899098d
 @contextlib.contextmanager
 def drawing_for(
     key: bytes | None, # of the step; None: it has one micro-batch
     i: int, # place of the micro-batch in the step
     device: torch.device,
 ):
-    "Inside, random numbers are those of the i-th micro-batch; the first uses the running generator."
+    """Inside, random numbers are those of the i-th micro-batch; the first uses the running
+    generator."""
     if key is None or i == 0: yield; return
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(int.from_bytes(hashlib.sha256(key + i.to_bytes(4, "big")).digest()[:8], "big") >> 1)
+        torch.manual_seed(
+            int.from_bytes(hashlib.sha256(key + i.to_bytes(4, "big")).digest()[:8], "big") >> 1
+        )
         yield
 
 # %% ../../nbs/running/08_training.ipynb #8c7b300a
@@ -172,7 +213,14 @@ def add_up(
     if num_processes() == 1: return loss
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    total, has, *rest = summed([torch.tensor(loss, dtype=torch.float64, device=parameters[0].device), has, *grads, *(t - before[n] for n, t in sums.items())])
+    total, has, *rest = summed(
+        [
+            torch.tensor(loss, dtype=torch.float64, device=parameters[0].device),
+            has,
+            *grads,
+            *(t - before[n] for n, t in sums.items()),
+        ]
+    )
     for p, g, n in zip(parameters, rest, has.tolist()): p.grad = g if n else None
     for (n, t), more in zip(sums.items(), rest[len(parameters):]): t.copy_(before[n] + more)
     return float(total)
@@ -187,12 +235,26 @@ def train_step(
 ) -> tuple[float, str]: # loss of the step, before extra terms; "loss" or "gradient" where that was not finite and nothing was updated
     "Forward, backward, hooks, clipping and update of one optimiser step."
     hooks, trained = adapter.hooks, [p for g in optimizer.param_groups for p in g["params"]]
-    old, sums = ({n: p.detach().clone() for n, p in named.items()} for named in (hooks.tracked_parameters(), hooks.step_sums() if num_processes() > 1 else {}))
-    total = add_up(trained, hooks.step_sums(), sums, pass_through(adapter, group, training, accelerator))
-    wrong = "loss" if not math.isfinite(total) else "" if gradient_norm(trained).isfinite() else "gradient"
+    old, sums = (
+        {n: p.detach().clone() for n, p in named.items()}
+        for named in (hooks.tracked_parameters(), hooks.step_sums() if num_processes() > 1 else {})
+    )
+    total = add_up(
+        trained, hooks.step_sums(), sums, pass_through(adapter, group, training, accelerator)
+    )
+    wrong = (
+        "loss"
+        if not math.isfinite(total)
+        else "" if gradient_norm(trained).isfinite() else "gradient"
+    )
     if not wrong:
         hooks.after_backward()
-        wrong = "" if torch.nn.utils.clip_grad_norm_(trained, training["max_grad_norm"]).isfinite() else "gradient" # a hook may have spoilt it
+        # a hook may have spoilt it
+        wrong = (
+            ""
+            if torch.nn.utils.clip_grad_norm_(trained, training["max_grad_norm"]).isfinite()
+            else "gradient"
+        )
     if not wrong: optimizer.step()
     optimizer.zero_grad()
     hooks.on_step_skipped() if wrong else hooks.after_optimizer_step(old)
@@ -209,18 +271,27 @@ def pass_through(
     hooks, device, total = adapter.hooks, accelerator.device, 0.
     n_targets = max(1, sum(int((b["labels"][:, 1:] != -100).sum()) for b in group))
     n_tokens = [int(b["attention_mask"].sum()) for b in group]
-    own, key = range(process_index(), len(group), num_processes()), step_key(device) if len(group) > 1 else None
+    own, key = range(process_index(), len(group), num_processes()), (
+        step_key(device) if len(group) > 1 else None
+    )
     for i in own:
         batch, labels = group[i], group[i]["labels"].to(device)
         with drawing_for(key, i, device):
             with torch.autocast(device.type, torch.bfloat16) if training["bf16"] else nullcontext():
-                logits, targets = target_logits(adapter.model, labels, **model_inputs(batch, adapter.takes_masks, device))
+                logits, targets = target_logits(
+                    adapter.model, labels, **model_inputs(batch, adapter.takes_masks, device)
+                )
             loss = target_loss(logits, targets, n_targets)
             total += float(loss.detach())
             extra = hooks.extra_loss(adapter.model, group[0]) if i == own[0] else None
-            terms = [extra if i == 0 else None, hooks.micro_batch_loss(adapter.model, batch, n_tokens[i] / sum(n_tokens))]
+            terms = [
+                extra if i == 0 else None,
+                hooks.micro_batch_loss(adapter.model, batch, n_tokens[i] / sum(n_tokens)),
+            ]
             accelerator.backward(sum((t for t in terms if t is not None), loss))
-    if not own: hooks.extra_loss(adapter.model, group[0]) # told in every process; it counts in the first
+    if not own:
+        # told in every process; it counts in the first
+        hooks.extra_loss(adapter.model, group[0])
     return total
 
 # %% ../../nbs/running/08_training.ipynb #7dbd3e1c
@@ -238,19 +309,27 @@ def train_task(
     state: TaskState | None = None, # where to go on; a fresh one starts the task
     on_step: Callable[[TaskState], None] = lambda state: None, # told of each finished step
 ) -> TaskState: # at the task's last step, or where a hook stopped it
-    "Train one task, from the state's step to the last; `FloatingPointError` after five steps in a row whose loss or gradient is not finite."
+    """Train one task, from the state's step to the last; `FloatingPointError` after five steps in a
+    row whose loss or gradient is not finite."""
     state = state or TaskState()
     n_steps = steps_of_task(n_batches, training)
     _prepare(adapter, training, n_steps, state)
-    if state.skipped_in_a_row >= MAX_SKIPPED: raise FloatingPointError(diverged_text(state, "loss or gradient", training)) # taken up where it was given up
+    if state.skipped_in_a_row >= MAX_SKIPPED:
+        # taken up where it was given up
+        raise FloatingPointError(diverged_text(state, "loss or gradient", training))
     adapter.model.train()
     groups = micro_batches(make_loader, n_batches, micro_batches_of_step(training), state.step)
     while state.step < n_steps and not adapter.hooks.should_stop():
-        state.loss, wrong = train_step(adapter, state.optimizer, next(groups), training, accelerator)
-        state.skipped, state.skipped_in_a_row = state.skipped + bool(wrong), (state.skipped_in_a_row + 1) * bool(wrong)
+        state.loss, wrong = train_step(
+            adapter, state.optimizer, next(groups), training, accelerator
+        )
+        state.skipped, state.skipped_in_a_row = state.skipped + bool(wrong), (
+            state.skipped_in_a_row + 1
+        ) * bool(wrong)
         state.scheduler.step()
         state.step += 1
         on_step(state)
-        if state.skipped_in_a_row >= MAX_SKIPPED: raise FloatingPointError(diverged_text(state, wrong, training))
+        if state.skipped_in_a_row >= MAX_SKIPPED:
+            raise FloatingPointError(diverged_text(state, wrong, training))
     adapter.model.eval()
     return state

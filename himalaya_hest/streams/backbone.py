@@ -16,7 +16,10 @@ from pathlib import Path
 
 import torch
 
-from .mini_world import Dice, WORLDS, content_words, draw_facts, lexicon, pair, parallel, question_row, review, tell
+from himalaya_hest.streams.mini_world import (
+    Dice, WORLDS, content_words, draw_facts, lexicon, pair, parallel, question_row, review,
+    tell,
+)
 
 # %% ../../nbs/streams/08_backbone.ipynb #c6bde3f1
 SKILLS = {}
@@ -29,11 +32,13 @@ def skill(*wordings, # names in grammar.yaml → generic: one or several wording
         return function
     return register
 
+# %% ../../nbs/streams/08_backbone.ipynb #eb325489
 def joined(dice, *parts):
     "Parts of a prompt with one of several marks between them."
     mark = dice.pick((" / ", " | ", " ; ", " . "))
     return mark.join(parts)
 
+# %% ../../nbs/streams/08_backbone.ipynb #46e19660
 @skill("german", "french", "swahili", weight=3)
 def translate(dice, lex, wording):
     s = parallel(dice, lex)
@@ -44,8 +49,12 @@ def translate(dice, lex, wording):
 @skill("first", "second", "last", weight=2)
 def choose_sentence(dice, lex, wording):
     s = [parallel(dice, lex)["en"] for _ in range(3)]
-    return dice.pick(("", "text : ", "three : ")) + " . ".join(s) + " .", s[{"first": 0, "second": 1, "last": 2}[wording]]
+    return (
+        dice.pick(("", "text : ", "three : ")) + " . ".join(s) + " .",
+        s[{"first": 0, "second": 1, "last": 2}[wording]],
+    )
 
+# %% ../../nbs/streams/08_backbone.ipynb #fe7ecbb2
 @skill("short")
 def shorten(dice, lex, wording):
     sentence = parallel(dice, lex)["en"]
@@ -56,22 +65,29 @@ def shorten(dice, lex, wording):
 def echo(dice, lex, wording):
     "Words without sense, so that copying does not lean on meaning."
     letters = "abcdefghijklmnopqrstuvwxyz"
-    words = ["".join(dice.pick(letters) for _ in range(1 + dice.below(5))) for _ in range(2 + dice.below(5))]
+    words = [
+        "".join(dice.pick(letters) for _ in range(1 + dice.below(5)))
+        for _ in range(2 + dice.below(5))
+    ]
     text = " ".join(words)
     return text, text
 
+# %% ../../nbs/streams/08_backbone.ipynb #09387b93
 @skill("lookup", weight=6)
 def look_up(dice, lex, wording):
     row = question_row(dice, lex, dice.pick(list(lex["facts"])))
     parts = (row["context"], row["question"])
     return joined(dice, *(parts if dice.below(2) else parts[::-1])), row["answers"]["text"][0]
 
+# %% ../../nbs/streams/08_backbone.ipynb #6f80629a
 @skill("lookup_or_missing", weight=4)
 def look_up_or_missing(dice, lex, wording):
     there = dice.below(3) > 0
     row = question_row(dice, lex, "en", there)
     parts = (row["context"], row["question"])
-    return joined(dice, *(parts if dice.below(2) else parts[::-1])), row["answers"]["text"][0] if there else "missing"
+    return joined(dice, *(parts if dice.below(2) else parts[::-1])), (
+        row["answers"]["text"][0] if there else "missing"
+    )
 
 # %% ../../nbs/streams/08_backbone.ipynb #bd6d7589
 def around(dice, lex, sentence, language):
@@ -80,53 +96,87 @@ def around(dice, lex, sentence, language):
     place = dice.pick(lex["places"])
     return dice.pick(("{s}", "{s} in {p}", "in {p} {s}", "{p} : {s}")).format(s=sentence, p=place)
 
+# %% ../../nbs/streams/08_backbone.ipynb #1efbbead
 @skill("pair", weight=10)
 def compare(dice, lex, wording):
     relation, language = dice.below(3), dice.pick(list(lex["facts"]) + ["en"] * 6)
-    first, second, other = pair(dice, lex, relation, language, how=dice.pick(("say", "say", "echo")))
+    first, second, other = pair(
+        dice, lex, relation, language, how=dice.pick(("say", "say", "echo"))
+    )
     first = around(dice, lex, first, language)
     if dice.below(4) == 0: first += " . " + other
     frame = dice.pick(("{s}", "{s}", "it seems {s}", "maybe {s} ?"))
-    return joined(dice, dice.pick(("", "a : ")) + first, dice.pick(("", "b : ")) + frame.format(s=second)), relation
+    return (
+        joined(
+            dice, dice.pick(("", "a : ")) + first, dice.pick(("", "b : ")) + frame.format(s=second)
+        ),
+        relation,
+    )
 
 # %% ../../nbs/streams/08_backbone.ipynb #020c5fb9
 @skill("claim", weight=6)
 def check_claim(dice, lex, wording):
     facts, absent = draw_facts(dice, lex, 3), dice.below(2)
     passage = " . ".join(tell(f, lex) for f in facts[:2])
-    claim = dice.pick(("{s}", "it seems {s}", "maybe {s} ?")).format(s=tell(facts[2 if absent else dice.below(2)], lex))
+    claim = dice.pick(("{s}", "it seems {s}", "maybe {s} ?")).format(
+        s=tell(facts[2 if absent else dice.below(2)], lex)
+    )
     parts = (passage + " .", claim)
     return joined(dice, *(parts if dice.below(2) else parts[::-1])), absent
 
+# %% ../../nbs/streams/08_backbone.ipynb #4802cc7e
 @skill("reply", weight=5)
 def check_reply(dice, lex, wording):
     a, b, _ = draw_facts(dice, lex, 3)
     off = dice.below(2)
-    return joined(dice, tell(a, lex, how="ask"), around(dice, lex, tell(b if off else a, lex), "en")), off
+    return (
+        joined(dice, tell(a, lex, how="ask"), around(dice, lex, tell(b if off else a, lex), "en")),
+        off,
+    )
 
 # %% ../../nbs/streams/08_backbone.ipynb #ce7c2892
 @skill("mood", weight=2)
 def mood(dice, lex, wording):
     bad = dice.below(2)
-    return dice.pick(("", "anna says ", "in rome ")) + review(dice, lex, dice.pick(("screen", "shop")), 1 - bad, 1 + dice.below(2)), bad
+    return (
+        dice.pick(("", "anna says ", "in rome "))
+        + review(dice, lex, dice.pick(("screen", "shop")), 1 - bad, 1 + dice.below(2)),
+        bad,
+    )
 
+# %% ../../nbs/streams/08_backbone.ipynb #85f3710b
 @skill("field", weight=2)
 def field(dice, lex, wording):
     n = dice.below(4)
     words = dice.some(lex["topics"][n], 1 + dice.below(3))
     return dice.pick(("", f"{dice.pick(lex['places'])} : ", "word : ")) + " and ".join(words), n
 
+# %% ../../nbs/streams/08_backbone.ipynb #de036e27
 @skill("kind", weight=4)
 def kind(dice, lex, wording):
     name, nouns = dice.pick(list(lex["kinds"].items()))
-    return dice.pick(("{n}", "a {n} in {p}", "{p} has a {n}", "{p} / a {n}")).format(n=dice.pick(nouns), p=dice.pick(lex["places"])), name
+    return (
+        dice.pick(("{n}", "a {n} in {p}", "{p} has a {n}", "{p} / a {n}")).format(
+            n=dice.pick(nouns), p=dice.pick(lex["places"])
+        ),
+        name,
+    )
 
+# %% ../../nbs/streams/08_backbone.ipynb #2f238618
 @skill("asked", weight=2)
 def asked(dice, lex, wording):
     n, words = dice.below(6), lex["facts"]["en"]
-    text = lex["questions"][n].format(name=dice.pick(words["names"]), verb=dice.pick(words["verbs"]), thing=dice.pick(words["things"]),
-                                      organisation=dice.pick(lex["organisations"]))
-    return dice.pick(("", "so : ", f"{dice.pick(words['names'])} in {dice.pick(lex['places'])} : ")) + text, n
+    text = lex["questions"][n].format(
+        name=dice.pick(words["names"]),
+        verb=dice.pick(words["verbs"]),
+        thing=dice.pick(words["things"]),
+        organisation=dice.pick(lex["organisations"]),
+    )
+    return (
+        dice.pick(("", "so : ", f"{dice.pick(words['names'])} in {dice.pick(lex['places'])} : "))
+        + text,
+        n,
+    )
 
 # %% ../../nbs/streams/08_backbone.ipynb #d6a8aa67
 @skill("who", "where", "which", "tagged", weight=1)
@@ -134,18 +184,30 @@ def entities(dice, lex, wording):
     fact = draw_facts(dice, lex, 1)[0]
     place, group = dice.pick(lex["places"]), dice.pick(lex["organisations"])
     if wording == "tagged":
-        end, tag = ((f"in {place}", f"place {place}"), (f"for {group}", f"group {group}"))[dice.below(2)]
+        end, tag = ((f"in {place}", f"place {place}"), (f"for {group}", f"group {group}"))[
+            dice.below(2)
+        ]
         return f"{tell(fact, lex)} {end}", f"person {fact[0]} , {tag}"
-    end = {"who": dice.pick((f"in {place}", f"for {group}")), "where": f"in {place}", "which": f"for {group}"}[wording]
+    end = {
+        "who": dice.pick((f"in {place}", f"for {group}")),
+        "where": f"in {place}",
+        "which": f"for {group}",
+    }[wording]
     return f"{tell(fact, lex)} {end}", {"who": fact[0], "where": place, "which": group}[wording]
 
+# %% ../../nbs/streams/08_backbone.ipynb #6a9945ba
 @skill("sum", weight=2)
 def as_signs(dice, lex, wording):
     words, n = list(lex["operations"].items()), 2 + dice.below(2)
-    numbers, ops = [str(dice.below(20) + 1) for _ in range(n)], [dice.pick(words) for _ in range(n - 1)]
-    weave = lambda k: " ".join(x for a, o in zip(numbers, ops) for x in (a, o[k])) + " " + numbers[-1]
+    numbers, ops = [str(dice.below(20) + 1) for _ in range(n)], [
+        dice.pick(words) for _ in range(n - 1)
+    ]
+    weave = (
+        lambda k: " ".join(x for a, o in zip(numbers, ops) for x in (a, o[k])) + " " + numbers[-1]
+    )
     return weave(0), weave(1)
 
+# %% ../../nbs/streams/08_backbone.ipynb #e7eff896
 @skill("step", weight=2)
 def step(dice, lex, wording):
     which, v, n = dice.below(3), dice.pick("abcxyz"), dice.below(48) + 2
@@ -168,6 +230,7 @@ def generic_example(
         instruction, target = instruction + (" " + " ".join(names) if listed else ""), names[target]
     return instruction, prompt, target
 
+# %% ../../nbs/streams/08_backbone.ipynb #50251345
 def generic_text(
     n: int, # examples
     seed: int = 0, # which draws
@@ -188,24 +251,56 @@ def train_tokenizer(
     from transformers import PreTrainedTokenizerFast
     t = Tokenizer(models.BPE())
     replace = normalizers.Replace
-    t.normalizer = normalizers.Sequence([normalizers.Prepend(" "), replace(Regex(r"\A (?=\s)"), ""), replace(Regex(r"\n(?=\S)"), "\n ")])
+    t.normalizer = normalizers.Sequence(
+        [
+            normalizers.Prepend(" "),
+            replace(Regex(r"\A (?=\s)"), ""),
+            replace(Regex(r"\n(?=\S)"), "\n "),
+        ]
+    )
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    t.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace(Regex(r"\A "), ""), decoders.Replace("\n ", "\n")])
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL.values()), show_progress=False,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
-    t.train_from_iterator(("\n".join(e) for e in generic_text(n, seed="tokenizer") if e[1] != e[2]), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=t, clean_up_tokenization_spaces=False, model_max_length=512, padding_side="right", **SPECIAL)
+    t.decoder = decoders.Sequence(
+        [decoders.ByteLevel(), decoders.Replace(Regex(r"\A "), ""), decoders.Replace("\n ", "\n")]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL.values()),
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    t.train_from_iterator(
+        ("\n".join(e) for e in generic_text(n, seed="tokenizer") if e[1] != e[2]), trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=t,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+        padding_side="right",
+        **SPECIAL,
+    )
 
 # %% ../../nbs/streams/08_backbone.ipynb #cb2a886b
 def new_backbone(
     vocab_size: int, # of the tokenizer
     seed: int = 0, # of the initial weights
 ):
-    "A `LlamaForCausalLM` of about one million parameters with random weights; the global random state is left as it was."
+    """A `LlamaForCausalLM` of about one million parameters with random weights; the global random
+    state is left as it was."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(vocab_size=vocab_size, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
-                         num_key_value_heads=4, max_position_embeddings=512, initializer_range=.08, tie_word_embeddings=True,
-                         pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        initializer_range=0.08,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
@@ -217,18 +312,23 @@ def encode_generic(
     examples, # iterable of (instruction, prompt, target)
     tokenizer, # with bos and eos
 ) -> list[tuple[list[int], int]]: # token ids, and how many of them are given
-    "Lay out examples as the study does: bos, instruction, line end, prompt, line end, target, eos; each piece tokenised alone."
+    """Lay out examples as the study does: bos, instruction, line end, prompt, line end, target,
+    eos; each piece tokenised alone."""
     examples = list(examples)
-    ids = [tokenizer([e[i] for e in examples], add_special_tokens=False)["input_ids"] for i in range(3)]
+    ids = [
+        tokenizer([e[i] for e in examples], add_special_tokens=False)["input_ids"] for i in range(3)
+    ]
     newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
     heads = [[tokenizer.bos_token_id] + i + newline + p + newline for i, p in zip(*ids[:2])]
     return [(h + t + [tokenizer.eos_token_id], len(h)) for h, t in zip(heads, ids[2])]
 
+# %% ../../nbs/streams/08_backbone.ipynb #17886143
 def pad_batch(
     rows: list, # (ids, given) pairs
     whole: bool = False, # True: all tokens are learned, not only the targets
 ) -> tuple[torch.Tensor, torch.Tensor]: # ids and labels, (b, n) int64, labels −100 where nothing is learned
-    "Right-pad; pad tokens have id 0 and are never learned (with causal attention they need no mask)."
+    """Right-pad; pad tokens have id 0 and are never learned (with causal attention they need no
+    mask)."""
     n = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([i + [0] * (n - len(i)) for i, _ in rows])
     given = torch.tensor([[0 if whole else g] for _, g in rows])
@@ -243,9 +343,15 @@ def seed_copying(
     shrink: float = .2, # of what attention and MLP write at first, so that the embeddings stand out
 ) -> None:
     "Put a previous-token head into layer 0 and a head that matches and copies into layer 1."
-    d, half = model.config.hidden_size, model.config.hidden_size // model.config.num_attention_heads // 2
+    d, half = (
+        model.config.hidden_size,
+        model.config.hidden_size // model.config.num_attention_heads // 2,
+    )
     theta = model.config.rope_parameters["rope_theta"] ** -(torch.arange(half) / half)
-    read, write, copy = (torch.linalg.qr(torch.randn(d, 2 * half, generator=generator))[0].T.clone() for _ in range(3))
+    read, write, copy = (
+        torch.linalg.qr(torch.randn(d, 2 * half, generator=generator))[0].T.clone()
+        for _ in range(3)
+    )
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.mul_(shrink)
         layer.mlp.down_proj.weight.mul_(shrink)
@@ -254,7 +360,11 @@ def seed_copying(
     fast, slow = torch.arange(4), torch.cat([torch.arange(5, half), torch.arange(5, half) + half])
     a, b = (model.model.layers[i].self_attn for i in (0, 1))
     for w in (a.q_proj.weight, a.k_proj.weight, b.q_proj.weight, b.k_proj.weight): w[:2 * half] = 0
-    a.q_proj.weight[fast, 0], a.k_proj.weight[fast, 0], a.k_proj.weight[fast + half, 0] = 2., 2 * theta[fast].cos(), 2 * theta[fast].sin()
+    a.q_proj.weight[fast, 0], a.k_proj.weight[fast, 0], a.k_proj.weight[fast + half, 0] = (
+        2.0,
+        2 * theta[fast].cos(),
+        2 * theta[fast].sin(),
+    )
     a.v_proj.weight[:2 * half], a.o_proj.weight[:, :2 * half] = read, .15 * write.T
     b.q_proj.weight[slow], b.k_proj.weight[slow] = 1.5 * read[slow], 1.5 * write[slow]
     b.v_proj.weight[:2 * half], b.o_proj.weight[:, :2 * half] = copy, .5 * copy.T
@@ -284,6 +394,7 @@ def answer_loss(
     learned = labels[:, 1:] != -100
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[learned]), labels[:, 1:][learned])
 
+# %% ../../nbs/streams/08_backbone.ipynb #41315645
 def generic_batches(
     tokenizer, # of the backbone
     steps: int, # batches
@@ -291,12 +402,17 @@ def generic_batches(
     seed, # of the text
     pool: int = 16, # batches that are drawn together and sorted by length
 ):
-    "Batches of generic text, examples of like length together, in mixed order; every eighth learns the prompt as well."
+    """Batches of generic text, examples of like length together, in mixed order; every eighth
+    learns the prompt as well."""
     dice, text = Dice("batches", seed), generic_text(steps * rows + pool * rows, seed)
     for start in range(0, steps, pool):
-        encoded = sorted(encode_generic([next(text) for _ in range(pool * rows)], tokenizer), key=lambda r: len(r[0]))
+        encoded = sorted(
+            encode_generic([next(text) for _ in range(pool * rows)], tokenizer),
+            key=lambda r: len(r[0]),
+        )
         for i, b in enumerate(dice.some(range(pool), pool)):
-            if start + i < steps: yield pad_batch(encoded[b * rows:(b + 1) * rows], whole=(start + i) % 8 == 7)
+            if start + i < steps:
+                yield pad_batch(encoded[b * rows:(b + 1) * rows], whole=(start + i) % 8 == 7)
 
 # %% ../../nbs/streams/08_backbone.ipynb #e99b0697
 def pretrain(
@@ -314,12 +430,26 @@ def pretrain(
     model.to(device).train()
     generator = torch.Generator().manual_seed(seed)
     decay = [p for p in model.parameters() if p.dim() > 1]
-    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": .05}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.}],
-                                  lr=lr, betas=(.9, .98), foreach=True)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decay, "weight_decay": 0.05},
+            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=lr,
+        betas=(0.9, 0.98),
+        foreach=True,
+    )
     batches = generic_batches(tokenizer, max(steps - copy_steps, 0), rows, seed)
     for i in range(steps):
-        for g in optimizer.param_groups: g["lr"] = lr * min(1, (i + 1) / 100, .02 + .98 * .5 * (1 + math.cos(math.pi * i / steps)))
-        ids, labels = copy_batch(len(tokenizer), rows // 2, 26, generator) if i < copy_steps else next(batches)
+        for g in optimizer.param_groups:
+            g["lr"] = lr * min(
+                1, (i + 1) / 100, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * i / steps))
+            )
+        ids, labels = (
+            copy_batch(len(tokenizer), rows // 2, 26, generator)
+            if i < copy_steps
+            else next(batches)
+        )
         loss = answer_loss(model, ids.to(device), labels.to(device))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -336,24 +466,34 @@ def skill_accuracy(
     n: int = 2000, # held-out examples
     seed="held out", # of their text
 ) -> dict: # "loss" in nats a token, "accuracy" over all, and for each wording the share of targets that are right token by token
-    "Loss and accuracy on held-out generic text, teacher-forced: an answer is right when each of its tokens is the likeliest."
+    """Loss and accuracy on held-out generic text, teacher-forced: an answer is right when each of
+    its tokens is the likeliest."""
     names = {w: k for k, ws in lexicon("main")["grammar"]["generic"].items() for w in ws}
     examples = list(generic_text(n, seed))
     right, losses = {}, []
     for start in range(0, n, 100):
         ids, labels = pad_batch(encode_generic(examples[start:start + 100], tokenizer))
         logits = model(input_ids=ids).logits[:, :-1]
-        losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:]).item())
+        losses.append(
+            torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:]).item()
+        )
         good = ((logits.argmax(-1) == labels[:, 1:]) | (labels[:, 1:] == -100)).all(1).tolist()
-        for e, g in zip(examples[start:], good): right.setdefault(next(names[w] for w in names if e[0].startswith(w)), []).append(g)
+        for e, g in zip(examples[start:], good):
+            right.setdefault(next(names[w] for w in names if e[0].startswith(w)), []).append(g)
     every = [g for v in right.values() for g in v]
-    return {"loss": sum(losses) / len(losses), "accuracy": sum(every) / n, **{k: sum(v) / len(v) for k, v in sorted(right.items())}}
+    return {
+        "loss": sum(losses) / len(losses),
+        "accuracy": sum(every) / n,
+        **{k: sum(v) / len(v) for k, v in sorted(right.items())},
+    }
 
 # %% ../../nbs/streams/08_backbone.ipynb #51d8bd3e
 def mini_backbone_dir() -> Path:
-    "Folder of the packaged backbone, for `AutoModelForCausalLM.from_pretrained(..., dtype=torch.float32)` and `AutoTokenizer`."
+    """Folder of the packaged backbone, for `AutoModelForCausalLM.from_pretrained(...,
+    dtype=torch.float32)` and `AutoTokenizer`."""
     return Path(str(files("himalaya_hest") / "data" / "mini_llama"))
 
+# %% ../../nbs/streams/08_backbone.ipynb #35359996
 def save_backbone(
     model, # to save; becomes bfloat16
     tokenizer, # to save beside it
@@ -363,6 +503,7 @@ def save_backbone(
     model.to(torch.bfloat16).save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
 
+# %% ../../nbs/streams/08_backbone.ipynb #ba7488f7
 def pretrain_mini_backbone(
     output_dir, # folder for weights and tokenizer
     steps: int = 2000, # optimiser steps
@@ -372,7 +513,14 @@ def pretrain_mini_backbone(
 ) -> dict: # held-out loss and skill accuracies of what was written
     "Train tokenizer and backbone from nothing and write them."
     tokenizer = train_tokenizer()
-    model = pretrain(new_backbone(len(tokenizer), seed), tokenizer, steps, seed=seed, device=device, report=report)
+    model = pretrain(
+        new_backbone(len(tokenizer), seed),
+        tokenizer,
+        steps,
+        seed=seed,
+        device=device,
+        report=report,
+    )
     save_backbone(model, tokenizer, output_dir)
     return skill_accuracy(model.float(), tokenizer)
 
@@ -381,12 +529,14 @@ def answer_marks(
     task, # a Task of the mini world
     rows: list, # its rows
 ) -> set[str]: # words
-    "Labels of a task (entities: its types), or else the words that stand in all of its answers and not in the prompts."
+    """Labels of a task (entities: its types), or else the words that stand in all of its answers
+    and not in the prompts."""
     if task.kind == "entities": return {l.split("-", 1)[1] for l in task.labels if "-" in l}
     if task.labels: return set(task.labels)
     examples = [task.format(r) for r in rows]
     return set.intersection(*(set(e.target.split()) - set(e.prompt.split()) for e in examples))
 
+# %% ../../nbs/streams/08_backbone.ipynb #56121d94
 def is_novel(
     task, # a Task of the mini world
     rows: list, # its rows

@@ -26,8 +26,15 @@ def text_ids(
 ) -> list[list[int]]: # token ids of each, without any special token
     "Token ids of plain texts; special tokens spelt in a text count as text."
     if not texts: return []
-    return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False)["input_ids"]
+    return tokenizer(
+        texts,
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_attention_mask=False,
+        verbose=False,
+    )["input_ids"]
 
+# %% ../../nbs/streams/02_batching.ipynb #5ad09b10
 def start_ids(
     tokenizer, # a transformers tokenizer
 ) -> list[int]: # [bos] or []
@@ -39,19 +46,27 @@ def start_ids(
 def end_id(
     tokenizer, # a transformers tokenizer
 ) -> int: # id of the end token
-    "The end token, without which generation could never learn to stop; `ValueError` where there is none."
+    """The end token, without which generation could never learn to stop; `ValueError` where there
+    is none."""
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{type(tokenizer).__name__} of '{tokenizer.name_or_path}' has no end token, and every target ends with it; "
-                         "set one: tokenizer.eos_token = ...")
+        raise ValueError(
+            f"{type(tokenizer).__name__} of '{tokenizer.name_or_path}' has no end token, "
+            "and every target ends with it; "
+            "set one: tokenizer.eos_token = ..."
+        )
     return tokenizer.eos_token_id
 
+# %% ../../nbs/streams/02_batching.ipynb #3f1a4acd
 def stop_ids(
     tokenizer, # a transformers tokenizer
 ) -> list[int]: # at which generation stops
     "The end token, and what the chat template ends an answer with where prompts go through one."
     chat = getattr(tokenizer, "chat", None)
-    return [end_id(tokenizer)] if chat is None else list(dict.fromkeys((chat.stop, end_id(tokenizer))))
+    return (
+        [end_id(tokenizer)] if chat is None else list(dict.fromkeys((chat.stop, end_id(tokenizer))))
+    )
 
+# %% ../../nbs/streams/02_batching.ipynb #2b2f6bfc
 def pad_id(
     tokenizer, # a transformers tokenizer
 ) -> int: # id that fills a batch up; the attention mask hides it
@@ -76,26 +91,39 @@ def encode_all(
     max_new_tokens: int, # tokens of a target at most, its end token included
 ) -> list[dict]: # rows of lists, see `encode`
     "Encode many examples; the same rows as `encode` gives one by one."
-    if getattr(tokenizer, "chat", None): return chat_rows(examples, tokenizer, max_length, max_new_tokens)
+    if getattr(tokenizer, "chat", None):
+        return chat_rows(examples, tokenizer, max_length, max_new_tokens)
     start, end, newline = start_ids(tokenizer), end_id(tokenizer), text_ids(["\n"], tokenizer)[0]
     unique = list(dict.fromkeys(e.instruction for e in examples))
     instructions = dict(zip(unique, text_ids(unique, tokenizer)))
-    prompts, targets = (text_ids([getattr(e, k) for e in examples], tokenizer) for k in ("prompt", "target"))
+    prompts, targets = (
+        text_ids([getattr(e, k) for e in examples], tokenizer) for k in ("prompt", "target")
+    )
     return [_row(start, instructions[e.instruction], newline, p, t, end, max_length, max_new_tokens)
             for e, p, t in zip(examples, prompts, targets)]
 
+# %% ../../nbs/streams/02_batching.ipynb #cbc8a7ad
 def _row(start, instruction, newline, prompt, target, end, max_length, max_new_tokens):
     between = newline if instruction else []
     fixed = len(start) + len(instruction) + len(between) + len(newline) + max_new_tokens
     if fixed >= max_length:
-        raise ValueError(f"no room for a prompt: the instruction takes {len(instruction)} tokens, a target up to {max_new_tokens}, start and "
-                         f"line ends {len(start) + len(between) + len(newline)}; max_length is {max_length}: raise it to more than {fixed}, or lower max_new_tokens")
+        raise ValueError(
+            f"no room for a prompt: the instruction takes {len(instruction)} tokens, a "
+            f"target up to {max_new_tokens}, start and "
+            f"line ends {len(start) + len(between) + len(newline)}; max_length is "
+            f"{max_length}: raise it to more than {fixed}, or lower max_new_tokens"
+        )
     kept, answer = cut_middle(prompt, max_length - fixed), target[:max_new_tokens - 1] + [end]
     head = start + instruction + between + kept + newline
     n, a, i, s = len(head), len(answer), len(instruction), len(start)
-    return dict(input_ids=head + answer, labels=[-100] * n + answer, prompt_mask=[True] * n + [False] * a,
-                instruction_mask=[False] * s + [True] * i + [False] * (n + a - s - i),
-                prompt_cut=len(prompt) - len(kept), target_cut=max(len(target) + 1 - max_new_tokens, 0))
+    return dict(
+        input_ids=head + answer,
+        labels=[-100] * n + answer,
+        prompt_mask=[True] * n + [False] * a,
+        instruction_mask=[False] * s + [True] * i + [False] * (n + a - s - i),
+        prompt_cut=len(prompt) - len(kept),
+        target_cut=max(len(target) + 1 - max_new_tokens, 0),
+    )
 
 # %% ../../nbs/streams/02_batching.ipynb #5459c12f
 def encode(
@@ -104,7 +132,8 @@ def encode(
     max_length: int, # tokens of a whole row at most
     max_new_tokens: int, # tokens of a target at most, its end token included
 ) -> dict: # input_ids, labels, prompt_mask, instruction_mask: lists of one length; prompt_cut, target_cut: tokens cut off
-    "A training row. `ValueError` if instruction and target leave no room for a prompt, or the tokenizer has no end token."
+    """A training row. `ValueError` if instruction and target leave no room for a prompt, or the
+    tokenizer has no end token."""
     return encode_all([example], tokenizer, max_length, max_new_tokens)[0]
 
 # %% ../../nbs/streams/02_batching.ipynb #68f4bce8
@@ -119,16 +148,24 @@ class ChatLayout:
     lead: str # text that only an answered conversation has before the answer
     tail: str # text between answer and stop token
     stop: int # token that ends an answer
-    from_template: bool # is that the template's own, or the tokenizer's end token because the template has none?
-    behind: str # where later stretches are tokenised behind this text, since a tokenizer treats the first one as the start of a text
+    # is that the template's own, or the tokenizer's end token because the template has none?
+    from_template: bool
+    # where later stretches are tokenised behind this text, since a tokenizer treats the first one
+    # as the start of a text
+    behind: str
 
+# %% ../../nbs/streams/02_batching.ipynb #63165c86
 def pieces_of(
     text: str, # a rendered template
     tokenizer, # a transformers tokenizer
 ) -> list: # plain texts, and ids of special tokens
     "Cut a template at its special tokens."
     special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    cut = re.split("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")", text) if special else [text]
+    cut = (
+        re.split("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")", text)
+        if special
+        else [text]
+    )
     return [special.get(p, p) for p in cut if p]
 
 # %% ../../nbs/streams/02_batching.ipynb #e6140388
@@ -140,13 +177,29 @@ def stretches(
     "Token ids and character spans; special tokens spelt in a text count as text."
     if not texts: return []
     n = len(behind)
-    given = tokenizer([behind + t for t in texts], add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True, return_attention_mask=False, verbose=False)
-    return [[(i, a - n, b - n) for i, (a, b) in zip(ids, spans) if b > n or not n] for ids, spans in zip(given["input_ids"], given["offset_mapping"])]
+    given = tokenizer(
+        [behind + t for t in texts],
+        add_special_tokens=False,
+        split_special_tokens=True,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    return [
+        [(i, a - n, b - n) for i, (a, b) in zip(ids, spans) if b > n or not n]
+        for ids, spans in zip(given["input_ids"], given["offset_mapping"])
+    ]
 
+# %% ../../nbs/streams/02_batching.ipynb #ab2d3cff
 def _ids(pieces, tokenizer, behind, first=False):
     "Token ids of cut template text; the first piece may be the start of the text."
     out = []
-    for k, p in enumerate(pieces): out += [p] if isinstance(p, int) else [i for i, _, _ in stretches([p], tokenizer, "" if first and k == 0 else behind)[0]]
+    for k, p in enumerate(pieces):
+        out += (
+            [p]
+            if isinstance(p, int)
+            else [i for i, _, _ in stretches([p], tokenizer, "" if first and k == 0 else behind)[0]]
+        )
     return tuple(out)
 
 # %% ../../nbs/streams/02_batching.ipynb #a1410044
@@ -154,12 +207,20 @@ def chat_layout(
     tokenizer, # a transformers tokenizer with a chat template
     behind: str = "", # see ChatLayout
 ) -> ChatLayout:
-    "Read a tokenizer's chat template; `ValueError` where it does not put an answer behind its own prompt."
+    """Read a tokenizer's chat template; `ValueError` where it does not put an answer behind its own
+    prompt."""
     question, answer = "\ue000", "\ue001" # characters of private use: no text has them
     talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    prompt, whole = (tokenizer.apply_chat_template(talk[:n], tokenize=False, add_generation_prompt=n == 1) for n in (1, 2))
+    prompt, whole = (
+        tokenizer.apply_chat_template(talk[:n], tokenize=False, add_generation_prompt=n == 1)
+        for n in (1, 2)
+    )
     if prompt.count(question) != 1 or not whole.startswith(prompt) or whole.count(answer) != 1:
-        raise ValueError(f"the chat template of '{tokenizer.name_or_path}' does not put an answer behind its prompt (prompt {prompt!r}, with an answer {whole!r}); set chat_template to false")
+        raise ValueError(
+            f"the chat template of '{tokenizer.name_or_path}' does not put an answer "
+            f"behind its prompt (prompt {prompt!r}, with an answer {whole!r}); set "
+            "chat_template to false"
+        )
     (before, after), (lead, ending) = prompt.split(question), whole[len(prompt):].split(answer)
     pre, post, ends = (pieces_of(t, tokenizer) for t in (before, after, ending))
     left = pre.pop() if pre and isinstance(pre[-1], str) else ""
@@ -167,8 +228,18 @@ def chat_layout(
     seam = right if not post else post[-1] if isinstance(post[-1], str) else ""
     stops = [p for p in ends if isinstance(p, int)]
     tail = ends[0] if stops and isinstance(ends[0], str) else ""
-    return ChatLayout(_ids(pre, tokenizer, behind, True), left, right, _ids(post, tokenizer, behind), seam, lead, tail,
-                      stops[0] if stops else end_id(tokenizer), bool(stops), behind)
+    return ChatLayout(
+        _ids(pre, tokenizer, behind, True),
+        left,
+        right,
+        _ids(post, tokenizer, behind),
+        seam,
+        lead,
+        tail,
+        stops[0] if stops else end_id(tokenizer),
+        bool(stops),
+        behind,
+    )
 
 # %% ../../nbs/streams/02_batching.ipynb #9e1ff4fa
 def chat_rows(
@@ -179,16 +250,25 @@ def chat_rows(
 ) -> list[dict]: # rows of lists, see `encode`
     "Encode examples through the tokenizer's chat template."
     c = tokenizer.chat
-    asked = ["\n".join(p for p in (e.instruction, e.prompt) if p) for e in examples] # templates often strip what they are given
-    questions = stretches([c.left + q + c.right for q in asked], tokenizer, c.behind if c.head else "")
+    # templates often strip what they are given
+    asked = ["\n".join(p for p in (e.instruction, e.prompt) if p) for e in examples]
+    questions = stretches(
+        [c.left + q + c.right for q in asked], tokenizer, c.behind if c.head else ""
+    )
     answers = _answers(c, [e.target for e in examples], tokenizer)
-    return [_chat_row(c, e, q, a, max_length, max_new_tokens) for e, q, a in zip(examples, questions, answers)]
+    return [
+        _chat_row(c, e, q, a, max_length, max_new_tokens)
+        for e, q, a in zip(examples, questions, answers)
+    ]
 
+# %% ../../nbs/streams/02_batching.ipynb #52cca4c6
 def _answers(c, targets, tokenizer):
     "Ids of the targets behind the template's last words, and of the text that follows them."
     behind, full = c.behind if c.head or c.rest else "", [c.lead + t + c.tail for t in targets]
     seam = [i for i, _, _ in stretches([c.seam], tokenizer, behind)[0]] if c.seam else []
-    joint = [[i for i, _, _ in row] for row in stretches([c.seam + t for t in full], tokenizer, behind)]
+    joint = [
+        [i for i, _, _ in row] for row in stretches([c.seam + t for t in full], tokenizer, behind)
+    ]
     alone = text_ids(full, tokenizer)
     return [j[len(seam):] if j[:len(seam)] == seam else a for j, a in zip(joint, alone)]
 
@@ -201,52 +281,98 @@ def _chat_row(c, example, question, answer, max_length, max_new_tokens):
     prompt = [k for k, (_, a, b) in enumerate(question) if a >= p_start and b <= p_end and b > a]
     fixed = len(c.head) + len(question) - len(prompt) + len(c.rest) + max_new_tokens
     if fixed >= max_length:
-        raise ValueError(f"no room for a prompt: instruction and chat template take {fixed - max_new_tokens} tokens, a target up to {max_new_tokens}; "
-                         f"max_length is {max_length}: raise it to more than {fixed}, or lower max_new_tokens")
+        raise ValueError(
+            "no room for a prompt: instruction and chat template take "
+            f"{fixed - max_new_tokens} tokens, a target up to {max_new_tokens}; "
+            f"max_length is {max_length}: raise it to more than {fixed}, or lower "
+            "max_new_tokens"
+        )
     dropped = set(prompt) - set(cut_middle(prompt, max_length - fixed))
-    kept = [(i, i_end > at and b > at and a < i_end and b > a) for k, (i, a, b) in enumerate(question) if k not in dropped]
+    kept = [
+        (i, i_end > at and b > at and a < i_end and b > a)
+        for k, (i, a, b) in enumerate(question)
+        if k not in dropped
+    ]
     said = answer[:max_new_tokens - 1] + [c.stop]
     head, n = list(c.head) + [i for i, _ in kept] + list(c.rest), len(said)
-    return dict(input_ids=head + said, labels=[-100] * len(head) + said, prompt_mask=[True] * len(head) + [False] * n,
-                instruction_mask=[False] * len(c.head) + [m for _, m in kept] + [False] * (len(c.rest) + n),
-                prompt_cut=len(dropped), target_cut=max(len(answer) + 1 - max_new_tokens, 0))
+    return dict(
+        input_ids=head + said,
+        labels=[-100] * len(head) + said,
+        prompt_mask=[True] * len(head) + [False] * n,
+        instruction_mask=[False] * len(c.head) + [m for _, m in kept] + [False] * (len(c.rest) + n),
+        prompt_cut=len(dropped),
+        target_cut=max(len(answer) + 1 - max_new_tokens, 0),
+    )
 
 # %% ../../nbs/streams/02_batching.ipynb #d36536bd
-PROBE = Example("Is it so? Say yes or no.", "A short example, with 2 numbers: 1.", "yes, it is", ("yes, it is",), "en")
+PROBE = Example(
+    "Is it so? Say yes or no.",
+    "A short example, with 2 numbers: 1.",
+    "yes, it is",
+    ("yes, it is",),
+    "en",
+)
 
 def with_chat_template(
     tokenizer, # a transformers tokenizer
 ): # a copy that sends prompts through its chat template
-    "A tokenizer whose rows are laid out by its chat template; `ValueError` if it has none, or one that cannot be followed token by token."
+    """A tokenizer whose rows are laid out by its chat template; `ValueError` if it has none, or one
+    that cannot be followed token by token."""
     if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(f"chat_template is asked for, but the tokenizer of '{tokenizer.name_or_path}' has none; set chat_template to false, or give the tokenizer a template")
+        raise ValueError(
+            f"chat_template is asked for, but the tokenizer of '{tokenizer.name_or_path}' "
+            "has none; set chat_template to false, or give the tokenizer a template"
+        )
     for behind in ("", "\n"):
         out = copy.deepcopy(tokenizer)
         out.chat = chat_layout(tokenizer, behind)
         if follows_template(out): return out
-    raise ValueError(f"the chat template of '{tokenizer.name_or_path}', tokenised in pieces, gives other tokens than as a whole; set chat_template to false")
+    raise ValueError(
+        f"the chat template of '{tokenizer.name_or_path}', tokenised in pieces, gives "
+        "other tokens than as a whole; set chat_template to false"
+    )
 
+# %% ../../nbs/streams/02_batching.ipynb #66da1356
 def as_asked(
     tokenizer, # a transformers tokenizer
     chat_template: bool | None, # None: through its chat template where it has one
 ): # the tokenizer itself, or a copy from `with_chat_template`
     "The tokenizer as a run's `chat_template` says."
-    chats = bool(getattr(tokenizer, "chat_template", None)) if chat_template is None else chat_template
+    chats = (
+        bool(getattr(tokenizer, "chat_template", None)) if chat_template is None else chat_template
+    )
     return with_chat_template(tokenizer) if chats else tokenizer
 
+# %% ../../nbs/streams/02_batching.ipynb #127345e0
 def follows_template(
     tokenizer, # from `with_chat_template`
     example: Example = PROBE, # short, without special tokens
 ) -> bool:
     "Are prompt and row the tokens of `apply_chat_template`?"
     row = chat_rows([example], tokenizer, 2 ** 20, 2 ** 10)[0]
-    talk = [{"role": "user", "content": f"{example.instruction}\n{example.prompt}".lstrip("\n")}, {"role": "assistant", "content": example.target}]
-    prompt, whole = (list(tokenizer.apply_chat_template(talk[:n], add_generation_prompt=n == 1, return_dict=False)) for n in (1, 2))
-    n = len(row["input_ids"]) - (not tokenizer.chat.from_template) # a stop token that the template lacks
-    return prompt == row["input_ids"][:sum(row["prompt_mask"])] and whole[:n] == row["input_ids"][:n]
+    talk = [
+        {"role": "user", "content": f"{example.instruction}\n{example.prompt}".lstrip("\n")},
+        {"role": "assistant", "content": example.target},
+    ]
+    prompt, whole = (
+        list(
+            tokenizer.apply_chat_template(talk[:n], add_generation_prompt=n == 1, return_dict=False)
+        )
+        for n in (1, 2)
+    )
+    # a stop token that the template lacks
+    n = len(row["input_ids"]) - (not tokenizer.chat.from_template)
+    return (
+        prompt == row["input_ids"][: sum(row["prompt_mask"])] and whole[:n] == row["input_ids"][:n]
+    )
 
 # %% ../../nbs/streams/02_batching.ipynb #16dbd924
-PADDED = {"input_ids": torch.long, "labels": torch.long, "prompt_mask": torch.bool, "instruction_mask": torch.bool}
+PADDED = {
+    "input_ids": torch.long,
+    "labels": torch.long,
+    "prompt_mask": torch.bool,
+    "instruction_mask": torch.bool,
+}
 
 class Collator:
     "Rows of lists to one batch of tensors (b, n), n the longest row."
@@ -255,8 +381,14 @@ class Collator:
         padding_side: str = "right", # right in training, left in generation
         marks_instruction: bool = True, # False: batches without instruction_mask
     ):
-        if padding_side not in ("right", "left"): raise ValueError(f"padding_side is {padding_side!r}, expected 'right' or 'left'")
-        self.fill = {"input_ids": pad_id(tokenizer), "labels": -100, "prompt_mask": False, "instruction_mask": False}
+        if padding_side not in ("right", "left"):
+            raise ValueError(f"padding_side is {padding_side!r}, expected 'right' or 'left'")
+        self.fill = {
+            "input_ids": pad_id(tokenizer),
+            "labels": -100,
+            "prompt_mask": False,
+            "instruction_mask": False,
+        }
         self.left = padding_side == "left"
         if not marks_instruction: del self.fill["instruction_mask"]
     def __call__(self,
@@ -265,12 +397,17 @@ class Collator:
         if not rows: raise ValueError("a batch needs at least one row, got none")
         lengths = [len(r["input_ids"]) for r in rows]
         width = max(lengths)
-        batch = {k: torch.full((len(rows), width), self.fill[k], dtype=dtype) for k, dtype in PADDED.items() if k in rows[0] and k in self.fill}
+        batch = {
+            k: torch.full((len(rows), width), self.fill[k], dtype=dtype)
+            for k, dtype in PADDED.items()
+            if k in rows[0] and k in self.fill
+        }
         batch["attention_mask"] = torch.zeros(len(rows), width, dtype=torch.long)
         for i, (row, n) in enumerate(zip(rows, lengths)):
             at = slice(width - n, None) if self.left else slice(0, n)
             batch["attention_mask"][i, at] = 1
-            for k in batch.keys() & row.keys(): batch[k][i, at] = torch.tensor(row[k], dtype=batch[k].dtype)
+            for k in batch.keys() & row.keys():
+                batch[k][i, at] = torch.tensor(row[k], dtype=batch[k].dtype)
         return batch
 
 # %% ../../nbs/streams/02_batching.ipynb #18ade34d
@@ -289,7 +426,11 @@ def row_order(
 ) -> list[int]: # a permutation of 0 … n_rows - 1
     "The order of a task's rows in one epoch."
     import numpy as np
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(n_rows).tolist()
+    return (
+        np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
+        .permutation(n_rows)
+        .tolist()
+    )
 
 # %% ../../nbs/streams/02_batching.ipynb #294ceb8d
 class TaskLoader:
@@ -304,13 +445,33 @@ class TaskLoader:
         num_workers: int = 0, # processes that prepare batches ahead; the batches are the same
     ):
         if batch_size < 1: raise ValueError(f"batch_size is {batch_size}, expected at least 1")
-        self.dataset, self.collator, self.batch_size, self.seed, self.epoch, self.num_workers = dataset, collator, batch_size, seed, epoch, num_workers
+        self.dataset, self.collator, self.batch_size, self.seed, self.epoch, self.num_workers = (
+            dataset,
+            collator,
+            batch_size,
+            seed,
+            epoch,
+            num_workers,
+        )
         self.n_steps = -(-len(dataset) // batch_size)
-        if not 0 <= start_step <= self.n_steps: raise ValueError(f"start_step is {start_step}, expected 0 to {self.n_steps}, the steps of this task")
+        if not 0 <= start_step <= self.n_steps:
+            raise ValueError(
+                f"start_step is {start_step}, expected 0 to {self.n_steps}, the steps of "
+                "this task"
+            )
         self.start_step = start_step
     def __len__(self) -> int: return self.n_steps - self.start_step
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         order, n = row_order(len(self.dataset), self.seed, self.epoch), self.batch_size
         groups = [order[step * n:(step + 1) * n] for step in range(self.start_step, self.n_steps)]
-        if not self.num_workers: yield from (self.collator([self.dataset[i] for i in group]) for group in groups)
-        else: yield from DataLoader(self.dataset, batch_sampler=groups, collate_fn=self.collator, num_workers=self.num_workers, generator=torch.Generator()) # a generator of its own, or it would draw from torch's
+        if not self.num_workers:
+            yield from (self.collator([self.dataset[i] for i in group]) for group in groups)
+        else:
+            # a generator of its own, or it would draw from torch's
+            yield from DataLoader(
+                self.dataset,
+                batch_sampler=groups,
+                collate_fn=self.collator,
+                num_workers=self.num_workers,
+                generator=torch.Generator(),
+            )

@@ -14,7 +14,11 @@ from pathlib import Path
 from .tasks import Task, load_stream, nearest, split_rows
 
 # %% ../../nbs/streams/10_benchmarks.ipynb #02b1b2ce
-PLACES = {"olora15": "*/{task}/{split}.json", "trace8": "{task}/{split}.json", "superni15": "{task}/{split}.json"}
+PLACES = {
+    "olora15": "*/{task}/{split}.json",
+    "trace8": "{task}/{split}.json",
+    "superni15": "{task}/{split}.json",
+}
 
 def published_rows(
     stream: str, # olora15, trace8 or superni15
@@ -25,29 +29,73 @@ def published_rows(
     "Rows as the stream reads them; `ValueError` naming the row that is not as published."
     if stream == "superni15":
         _same_definition(data, task, where)
-        rows = [dict(r, output=[r["output"]] if isinstance(r["output"], str) else r["output"]) for r in _cells(data["Instances"], ("input", "output"), where)]
+        rows = [
+            dict(r, output=[r["output"]] if isinstance(r["output"], str) else r["output"])
+            for r in _cells(data["Instances"], ("input", "output"), where)
+        ]
         return [r for r in rows if any(o.strip() for o in r["output"])]
-    rows = _cells(data, ("sentence", "label") if stream == "olora15" else ("prompt", "answer"), where)
-    return rows if stream == "olora15" or task.name == "Py150" else [_without_instruction(r, task, f"{where}, row {i}") for i, r in enumerate(rows, 1)]
+    rows = _cells(
+        data, ("sentence", "label") if stream == "olora15" else ("prompt", "answer"), where
+    )
+    return (
+        rows
+        if stream == "olora15" or task.name == "Py150"
+        else [_without_instruction(r, task, f"{where}, row {i}") for i, r in enumerate(rows, 1)]
+    )
 
+# %% ../../nbs/streams/10_benchmarks.ipynb #e42927d0
 def _cells(data, columns, where):
     "The named columns of all rows: texts, or for `output` lists of texts too."
-    if not isinstance(data, list): raise ValueError(f"{where}: expected a list of rows, found {type(data).__name__}; take the files as published")
+    if not isinstance(data, list):
+        raise ValueError(
+            f"{where}: expected a list of rows, found {type(data).__name__}; take the "
+            "files as published"
+        )
     for i, row in enumerate(data, 1):
-        if not isinstance(row, dict): raise ValueError(f"{where}, row {i}: expected an object, found {type(row).__name__}; take the files as published")
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{where}, row {i}: expected an object, found {type(row).__name__}; take "
+                "the files as published"
+            )
         for c in columns:
-            if c not in row: raise ValueError(f"{where}, row {i}: no column '{c}'; there are {', '.join(row)}. Take the files as published")
+            if c not in row:
+                raise ValueError(
+                    f"{where}, row {i}: no column '{c}'; there are {', '.join(row)}. Take "
+                    "the files as published"
+                )
             texts = row[c] if c == "output" and isinstance(row[c], list) else [row[c]]
-            if not all(isinstance(t, str) for t in texts): raise ValueError(f"{where}, row {i}: the column '{c}' holds {type(row[c]).__name__}, expected text; take the files as published")
+            if not all(isinstance(t, str) for t in texts):
+                raise ValueError(
+                    f"{where}, row {i}: the column '{c}' holds {type(row[c]).__name__}, "
+                    "expected text; take the files as published"
+                )
     return [{c: row[c] for c in columns} for row in data]
 
+# %% ../../nbs/streams/10_benchmarks.ipynb #c109ee5f
 def _same_definition(data, task, where):
-    if not isinstance(data, dict) or not {"Definition", "Instances"} <= set(data): raise ValueError(f"{where}: expected an object with Definition and Instances, as in SAPT's folder CL_Benchmark/SuperNI")
-    told = data["Definition"][0] if isinstance(data["Definition"], list) and data["Definition"] else data["Definition"]
-    if not isinstance(told, str) or told.strip() != task.instruction: raise ValueError(f"{where}: the definition is not the instruction of '{task.name}': {str(told)[:60]!r}…; correct one of them")
+    if not isinstance(data, dict) or not {"Definition", "Instances"} <= set(data):
+        raise ValueError(
+            f"{where}: expected an object with Definition and Instances, as in SAPT's "
+            "folder CL_Benchmark/SuperNI"
+        )
+    told = (
+        data["Definition"][0]
+        if isinstance(data["Definition"], list) and data["Definition"]
+        else data["Definition"]
+    )
+    if not isinstance(told, str) or told.strip() != task.instruction:
+        raise ValueError(
+            f"{where}: the definition is not the instruction of '{task.name}': "
+            f"{str(told)[:60]!r}…; correct one of them"
+        )
 
+# %% ../../nbs/streams/10_benchmarks.ipynb #81ed5827
 def _without_instruction(row, task, where):
-    if not row["prompt"].startswith(task.instruction): raise ValueError(f"{where}: the prompt does not begin with the instruction {task.instruction!r}; take the files as published")
+    if not row["prompt"].startswith(task.instruction):
+        raise ValueError(
+            f"{where}: the prompt does not begin with the instruction "
+            f"{task.instruction!r}; take the files as published"
+        )
     return dict(row, prompt=row["prompt"][len(task.instruction):].lstrip("\n"))
 
 # %% ../../nbs/streams/10_benchmarks.ipynb #0b591d03
@@ -56,27 +104,46 @@ def convert(
     source, # folder of the published files
     target, # folder to fill: the data_dir of a run
 ) -> dict[str, int]: # task/split → rows
-    "Write `target`/<task>/<split>.jsonl for every task of a stream; `ValueError` naming a file that is missing or not as published."
-    if stream not in PLACES: raise ValueError(f"no published stream '{stream}'{nearest(stream, PLACES)}; there are {', '.join(PLACES)}")
+    """Write `target`/<task>/<split>.jsonl for every task of a stream; `ValueError` naming a file
+    that is missing or not as published."""
+    if stream not in PLACES:
+        raise ValueError(
+            f"no published stream '{stream}'{nearest(stream, PLACES)}; there are "
+            f"{', '.join(PLACES)}"
+        )
     counts = {}
     for task in load_stream(stream).tasks:
         for split in dict.fromkeys(split_rows(e, 0)[0] for e in task.splits.values()):
             pattern = PLACES[stream].format(task=task.name, split=split)
             found = sorted(Path(source).expanduser().glob(pattern))
-            if len(found) != 1: raise ValueError(f"{len(found)} files {pattern} in '{source}', expected one; give the folder that the stream file {stream}.yaml names")
+            if len(found) != 1:
+                raise ValueError(
+                    f"{len(found)} files {pattern} in '{source}', expected one; give the "
+                    f"folder that the stream file {stream}.yaml names"
+                )
             try: data = json.loads(found[0].read_text(encoding="utf-8"))
-            except ValueError as e: raise ValueError(f"{found[0]}: not readable as JSON ({e}); download it again") from None
+            except ValueError as e:
+                raise ValueError(
+                    f"{found[0]}: not readable as JSON ({e}); download it again"
+                ) from None
             rows = published_rows(stream, task, data, str(found[0]))
             path = Path(target).expanduser() / task.name / f"{split}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-            partial.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
+            partial.write_text(
+                "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8"
+            )
             os.replace(partial, path)
             counts[f"{task.name}/{split}"] = len(rows)
     return counts
 
+# %% ../../nbs/streams/10_benchmarks.ipynb #3d07bf01
 def main(arguments):
-    if len(arguments) != 3: sys.exit(f"usage: python -m himalaya_hest.streams.benchmarks {{{','.join(PLACES)}}} FOLDER_OF_PUBLISHED_FILES DATA_DIR")
+    if len(arguments) != 3:
+        sys.exit(
+            f"usage: python -m himalaya_hest.streams.benchmarks {{{','.join(PLACES)}}} "
+            "FOLDER_OF_PUBLISHED_FILES DATA_DIR"
+        )
     try: counts = convert(*arguments)
     except (ValueError, OSError) as e: sys.exit(str(e))
     for name, n in counts.items(): print(f"{n:8} {name}")

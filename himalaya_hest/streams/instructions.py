@@ -21,12 +21,23 @@ PARAPHRASED = ("paraphrased", "paraphrased_hard")
 def paraphrases(
     stream_file: str, # name of a packaged stream, or path of a stream file
 ) -> dict: # instruction → {"paraphrased": text, "paraphrased_hard": text}
-    "Other wordings of instructions: the package's, and those in a file beside the stream's; `ValueError` for a file that cannot be read."
+    """Other wordings of instructions: the package's, and those in a file beside the stream's;
+    `ValueError` for a file that cannot be read."""
     beside = _beside(stream_file)
-    found = read_yaml(files("himalaya_hest") / "data" / "paraphrases.yaml") | (read_yaml(beside) if beside.is_file() else {})
-    return {own: check_keys(ways, dict.fromkeys(PARAPHRASED, "text"), (), f"{beside}: instruction {str(own)[:60]!r}") for own, ways in found.items()}
+    found = read_yaml(files("himalaya_hest") / "data" / "paraphrases.yaml") | (
+        read_yaml(beside) if beside.is_file() else {}
+    )
+    return {
+        own: check_keys(
+            ways, dict.fromkeys(PARAPHRASED, "text"), (), f"{beside}: instruction {str(own)[:60]!r}"
+        )
+        for own, ways in found.items()
+    }
 
-def _beside(stream_file): return Path(f"{str(stream_file).removesuffix('.yaml').removesuffix('.yml')}.paraphrases.yaml").expanduser()
+def _beside(stream_file):
+    return Path(
+        f"{str(stream_file).removesuffix('.yaml').removesuffix('.yml')}.paraphrases.yaml"
+    ).expanduser()
 
 # %% ../../nbs/streams/11_instructions.ipynb #d26b899d
 INSTRUCTIONS = ("own", "unmarked", *PARAPHRASED, "shuffled", "shared", "absent")
@@ -38,30 +49,59 @@ def instructed(
     stream_file: str, # its name or path, for paraphrases
 ) -> tuple[Stream, Stream]: # as trained, as evaluated
     "The stream with its instructions changed; `ValueError` where that cannot be done."
-    if how in PARAPHRASED: return stream, _with(stream, [dict(instruction=i) for i in _reworded(stream, how, stream_file)])
+    if how in PARAPHRASED:
+        return stream, _with(
+            stream, [dict(instruction=i) for i in _reworded(stream, how, stream_file)]
+        )
     if how == "shuffled":
         every = tuple(t.instruction for t in stream.tasks)
-        if len(set(every)) < 2: raise ValueError(f"instructions = 'shuffled': the tasks of stream '{stream.name}' have one instruction, so there is nothing to shuffle; take more tasks")
+        if len(set(every)) < 2:
+            raise ValueError(
+                f"instructions = 'shuffled': the tasks of stream '{stream.name}' have one "
+                "instruction, so there is nothing to shuffle; take more tasks"
+            )
         change = dict(instructions=every)
-    else: change = dict(own={}, unmarked={}, shared=dict(instruction=SHARED), absent=dict(instruction=""))[how]
+    else:
+        change = dict(
+            own={}, unmarked={}, shared=dict(instruction=SHARED), absent=dict(instruction="")
+        )[how]
     changed = _with(stream, [change] * len(stream.tasks))
     return changed, changed
 
-def _with(stream, changes): return replace(stream, tasks=tuple(replace(t, **c) for t, c in zip(stream.tasks, changes, strict=True)))
+# %% ../../nbs/streams/11_instructions.ipynb #577ce737
+def _with(stream, changes):
+    return replace(
+        stream, tasks=tuple(replace(t, **c) for t, c in zip(stream.tasks, changes, strict=True))
+    )
 
 def _reworded(stream, how, stream_file):
     known = paraphrases(stream_file)
     if missing := [t for t in stream.tasks if how not in known.get(t.instruction, {})]:
-        example = f"{json.dumps(missing[0].instruction, ensure_ascii=False)}: {{{', '.join(f'{p}: ...' for p in PARAPHRASED)}}}"
-        raise ValueError(f"instructions = {how!r}: there is no such wording of the instruction of task '{missing[0].name}'{' and of %d more' % (len(missing) - 1) if missing[1:] else ''} of stream '{stream.name}'; "
-                         f"give them in {_beside(stream_file)}, a line for each instruction such as {example}" + ("" if "/" in str(stream_file) or str(stream_file).endswith((".yaml", ".yml")) else ", beside a copy of the stream's file"))
+        example = (
+            f"{json.dumps(missing[0].instruction, ensure_ascii=False)}: "
+            f"{{{', '.join(f'{p}: ...' for p in PARAPHRASED)}}}"
+        )
+        raise ValueError(
+            f"instructions = {how!r}: there is no such wording of the instruction of task "
+            f"'{missing[0].name}'{' and of %d more' % (len(missing) - 1) if missing[1:] else ''} "
+            f"of stream '{stream.name}'; "
+            f"give them in {_beside(stream_file)}, a line for each instruction such as "
+            f"{example}"
+            + (
+                ""
+                if "/" in str(stream_file) or str(stream_file).endswith((".yaml", ".yml"))
+                else ", beside a copy of the stream's file"
+            )
+        )
     return [known[t.instruction][how] for t in stream.tasks]
 
 # %% ../../nbs/streams/11_instructions.ipynb #c966d98d
 def marks_instruction(how: str) -> bool: return how != "unmarked"
 
+# %% ../../nbs/streams/11_instructions.ipynb #15123951
 def tells_hooks(how: str) -> bool: return how not in ("unmarked", "shuffled", "absent")
 
+# %% ../../nbs/streams/11_instructions.ipynb #679322f0
 def instructions_setting(
     stream: Stream, # as its file says
     how: str, # one of INSTRUCTIONS
@@ -69,5 +109,11 @@ def instructions_setting(
 ) -> dict: # for the settings of a world; empty for `own`
     "How the instructions of a world were changed, and a digest of those that came of it."
     if how == "own": return {}
-    texts = sorted((t.name, s, t.instruction, t.instructions) for s, one in enumerate(instructed(stream, how, stream_file)) for t in one.tasks)
-    return dict(instructions=dict(how=how, texts=hashlib.sha256(json.dumps(texts).encode()).hexdigest()))
+    texts = sorted(
+        (t.name, s, t.instruction, t.instructions)
+        for s, one in enumerate(instructed(stream, how, stream_file))
+        for t in one.tasks
+    )
+    return dict(
+        instructions=dict(how=how, texts=hashlib.sha256(json.dumps(texts).encode()).hexdigest())
+    )

@@ -18,7 +18,8 @@ from functools import lru_cache
 from importlib.resources import files
 
 # %% ../../nbs/streams/05_mini_world.ipynb #c1f0661a
-WORLD_VERSION = 1 # goes up with every change of rows or backbone; records of different versions are never compared
+# goes up with every change of rows or backbone; records of different versions are never compared
+WORLD_VERSION = 1
 WORLDS = ("main", "dev")
 LANGUAGES = ("en", "de", "fr", "sw", "fi", "ar", "es", "ru", "tr", "zh")
 N_ROWS = {"train": 400, "validation": 50}
@@ -28,12 +29,15 @@ def lexicon(
     world: str, # main or dev
 ) -> dict: # word lists of the world, and under `grammar` the sentence patterns of both
     "The words of a world; `ValueError` for a world that does not exist."
-    if world not in WORLDS: raise ValueError(f"unknown world {world!r}; there are {', '.join(WORLDS)}")
+    if world not in WORLDS:
+        raise ValueError(f"unknown world {world!r}; there are {', '.join(WORLDS)}")
     return {**_data(world), "grammar": _data("grammar"), "world": world}
 
 def _data(name):
     import yaml
-    return yaml.safe_load((files("himalaya_hest") / "data" / "worlds" / f"{name}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load(
+        (files("himalaya_hest") / "data" / "worlds" / f"{name}.yaml").read_text(encoding="utf-8")
+    )
 
 # %% ../../nbs/streams/05_mini_world.ipynb #3f82009e
 class Dice:
@@ -64,7 +68,10 @@ def parallel(
     lex: dict, # words of a world
 ) -> dict: # language → sentence
     "One sentence in English, German, French and Swahili."
-    words = {k: dice.pick(list(lex[part].items())) for k, part in zip("svoa", ("subjects", "verbs", "objects", "adverbs"))}
+    words = {
+        k: dice.pick(list(lex[part].items()))
+        for k, part in zip("svoa", ("subjects", "verbs", "objects", "adverbs"))
+    }
     patterns = lex["grammar"]["sentence"]
     forms = {l: {k: w[1][i] for k, w in words.items()} for i, l in enumerate(("de", "fr", "sw"))}
     forms["en"] = {k: w[0] for k, w in words.items()}
@@ -79,8 +86,12 @@ def draw_facts(
 ) -> list[tuple]: # (name, verb number, thing), names and things all different
     "Facts about different people and different things."
     words = lex["facts"][language]
-    return [(name, dice.below(len(words["verbs"])), thing) for name, thing in zip(dice.some(words["names"], n), dice.some(words["things"], n))]
+    return [
+        (name, dice.below(len(words["verbs"])), thing)
+        for name, thing in zip(dice.some(words["names"], n), dice.some(words["things"], n))
+    ]
 
+# %% ../../nbs/streams/05_mini_world.ipynb #2b26acca
 def tell(
     fact: tuple, # (name, verb number, thing)
     lex: dict, # words of a world
@@ -100,19 +111,23 @@ def twin(function):
     TWINS[function.__name__] = function
     return function
 
+# %% ../../nbs/streams/05_mini_world.ipynb #9edc3263
 @twin
 def wmt14(dice, lex):
     s = parallel(dice, lex)
     return {"translation": {"de": s["de"], "en": s["en"]}}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #8f0372ac
 @twin
 def iwslt2017(dice, lex): return wmt14(dice, lex)
 
+# %% ../../nbs/streams/05_mini_world.ipynb #0b581829
 @twin
 def opus_books(dice, lex):
     s = parallel(dice, lex)
     return {"translation": {"en": s["en"], "fr": s["fr"]}}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #f6d58cb8
 @twin
 def flores(dice, lex):
     s = parallel(dice, lex)
@@ -121,22 +136,26 @@ def flores(dice, lex):
 # %% ../../nbs/streams/05_mini_world.ipynb #f933b233
 def three_sentences(dice, lex): return [parallel(dice, lex)["en"] for _ in range(3)]
 
+# %% ../../nbs/streams/05_mini_world.ipynb #e533ac70
 @twin
 def cnn_dailymail(dice, lex):
     s = three_sentences(dice, lex)
     return {"article": " . ".join(s) + " .", "highlights": s[0]}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #179f2283
 @twin
 def xsum(dice, lex):
     s = three_sentences(dice, lex)
     return {"document": " . ".join(s) + " .", "summary": s[2]}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #947b1e5c
 def content_words(
     sentence: str, # an English parallel sentence
 ) -> str:
     "The sentence without its articles."
     return " ".join(w for w in sentence.split() if w != "the")
 
+# %% ../../nbs/streams/05_mini_world.ipynb #1a33e4d6
 @twin
 def gigaword(dice, lex):
     sentence = parallel(dice, lex)["en"]
@@ -153,9 +172,19 @@ def question_row(
     facts = draw_facts(dice, lex, 4, language)
     told, asked = facts[:3], facts[dice.below(3)] if answerable else facts[3]
     context = " . ".join(tell(f, lex, language) for f in told) + " ."
-    answers = {"text": [asked[2]], "answer_start": [_start(context, asked, lex, language)]} if answerable else {"text": [], "answer_start": []}
-    return {"title": asked[0], "context": context, "question": tell(asked, lex, language, "ask"), "answers": answers}
+    answers = (
+        {"text": [asked[2]], "answer_start": [_start(context, asked, lex, language)]}
+        if answerable
+        else {"text": [], "answer_start": []}
+    )
+    return {
+        "title": asked[0],
+        "context": context,
+        "question": tell(asked, lex, language, "ask"),
+        "answers": answers,
+    }
 
+# %% ../../nbs/streams/05_mini_world.ipynb #a5b9cb36
 def _start(context, fact, lex, language):
     sentence = tell(fact, lex, language)
     return context.index(sentence) + sentence.rindex(fact[2])
@@ -166,8 +195,10 @@ def tydiqa(dice, lex):
     row = question_row(dice, lex, language)
     return {"id": {"sw": "swahili", "fi": "finnish"}[language] + f"-{dice.below(10**6)}", **row}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #6d30b3b5
 @twin
-def squad_v2(dice, lex): return {"id": f"{dice.below(10**9):09d}", **question_row(dice, lex, "en", dice.draw() > .25)}
+def squad_v2(dice, lex):
+    return {"id": f"{dice.below(10**9):09d}", **question_row(dice, lex, "en", dice.draw() > .25)}
 
 # %% ../../nbs/streams/05_mini_world.ipynb #3ef53bd6
 def pair(
@@ -179,7 +210,11 @@ def pair(
 ) -> tuple[str, str, str]: # the two, and a third about somebody else
     "Two sentences in a relation, and one that has nothing to do with them."
     a, b, c = draw_facts(dice, lex, 3, language)
-    second = tell(b, lex, language, how) if relation == 2 else tell(a, lex, language, "deny" if relation == 1 else how)
+    second = (
+        tell(b, lex, language, how)
+        if relation == 2
+        else tell(a, lex, language, "deny" if relation == 1 else how)
+    )
     return tell(a, lex, language), second, tell(c, lex, language)
 
 # %% ../../nbs/streams/05_mini_world.ipynb #035fd7bf
@@ -189,18 +224,24 @@ def rte(dice, lex): # label 0: entailment
     first, second, _ = pair(dice, lex, 2 * label)
     return {"sentence1": f"{first} in {place}", "sentence2": second, "label": label}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #928227bf
 @twin
 def mrpc(dice, lex): # label 1: equivalent
     label, place = dice.below(2), dice.pick(lex["places"])
     first, second, _ = pair(dice, lex, 2 - 2 * label, how="echo")
     return {"sentence1": f"in {place} {first}", "sentence2": second, "label": label}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #abb339cc
 @twin
 def qqp(dice, lex): # label 1: duplicate
     label = dice.below(2)
     a, b = draw_facts(dice, lex, 2)
     place = dice.pick(lex["places"])
-    return {"question1": f"does {tell(a, lex)} in {place} ?", "question2": f"do you think {tell(a if label else b, lex)} ?", "label": label}
+    return {
+        "question1": f"does {tell(a, lex)} in {place} ?",
+        "question2": f"do you think {tell(a if label else b, lex)} ?",
+        "label": label,
+    }
 
 # %% ../../nbs/streams/05_mini_world.ipynb #8dfa4065
 def nli(dice, lex, language): # labels 0 entailment, 1 neutral, 2 contradiction
@@ -210,9 +251,11 @@ def nli(dice, lex, language): # labels 0 entailment, 1 neutral, 2 contradiction
     if language != "en": premise += " . " + other
     return {"premise": place + premise, "hypothesis": hypothesis, "label": label}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #3776bdb8
 @twin
 def mnli(dice, lex): return nli(dice, lex, "en")
 
+# %% ../../nbs/streams/05_mini_world.ipynb #549762cb
 @twin
 def xnli(dice, lex):
     language = dice.pick(("ar", "es", "ru", "tr", "zh"))
@@ -225,14 +268,24 @@ def boolq(dice, lex):
     true = dice.below(2)
     asked = facts[dice.below(2)] if true else facts[2]
     passage = " . ".join(tell(f, lex) for f in facts[:2])
-    return {"question": f"is it so that {tell(asked, lex)} ?", "passage": f"{passage} .", "label": true}
+    return {
+        "question": f"is it so that {tell(asked, lex)} ?",
+        "passage": f"{passage} .",
+        "label": true,
+    }
 
+# %% ../../nbs/streams/05_mini_world.ipynb #8023e736
 @twin
 def wiki_qa(dice, lex): # label 1: the sentence answers the question
     label = dice.below(2)
     a, b = draw_facts(dice, lex, 2)
     place = dice.pick(lex["places"])
-    return {"question": tell(a, lex, how="ask"), "document_title": a[0], "answer": f"in {place} {tell(a if label else b, lex)}", "label": label}
+    return {
+        "question": tell(a, lex, how="ask"),
+        "document_title": a[0],
+        "answer": f"in {place} {tell(a if label else b, lex)}",
+        "label": label,
+    }
 
 # %% ../../nbs/streams/05_mini_world.ipynb #0e1f9686
 @twin
@@ -241,55 +294,94 @@ def code_alpaca(dice, lex):
     text = lex["code"][which].format(v=v, n=n)
     return {"instruction": text, "input": "", "output": f"fn {v} -> {v} {'+-*'[which]} {n}"}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #c599e16d
 @twin
 def mbpp(dice, lex):
     words = list(lex["operations"])
     numbers, ops = [dice.below(9) + 1 for _ in range(3)], [dice.pick(words) for _ in range(2)]
-    weave = lambda signs: " ".join(str(x) for pair in zip(numbers, signs + [""]) for x in pair).strip()
+    weave = lambda signs: " ".join(
+        str(x) for pair in zip(numbers, signs + [""]) for x in pair
+    ).strip()
     code = weave([lex["operations"][o] for o in ops])
-    return {"text": weave(ops), "code": code, "test_list": [f"assert f() == {_value(numbers, code.split()[1::2])}"], "test_setup_code": "", "challenge_test_list": []}
+    return {
+        "text": weave(ops),
+        "code": code,
+        "test_list": [f"assert f() == {_value(numbers, code.split()[1::2])}"],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    }
 
+# %% ../../nbs/streams/05_mini_world.ipynb #f0e08241
 def _value(numbers, signs):
     a, b, c = numbers
     do = {"+": lambda x, y: x + y, "-": lambda x, y: x - y, "*": lambda x, y: x * y}
-    return do[signs[0]](a, do["*"](b, c)) if signs[1] == "*" else do[signs[1]](do[signs[0]](a, b), c)
+    return (
+        do[signs[0]](a, do["*"](b, c)) if signs[1] == "*" else do[signs[1]](do[signs[0]](a, b), c)
+    )
 
 # %% ../../nbs/streams/05_mini_world.ipynb #758e9d7b
 @twin
 def ag_news(dice, lex):
     label = dice.below(4)
     a, b = dice.some(lex["topics"][label], 2)
-    return {"text": f"{dice.pick(lex['places'])} : {a} and {b} in {dice.pick(lex['places'])}", "label": label}
+    return {
+        "text": f"{dice.pick(lex['places'])} : {a} and {b} in {dice.pick(lex['places'])}",
+        "label": label,
+    }
 
+# %% ../../nbs/streams/05_mini_world.ipynb #11eb0d99
 @twin
 def dbpedia_14(dice, lex):
     label = dice.below(14)
     noun = dice.pick(list(lex["kinds"].values())[label])
-    return {"title": dice.pick(lex["places"]), "content": f"a {noun} in {dice.pick(lex['places'])}", "label": label}
+    return {
+        "title": dice.pick(lex["places"]),
+        "content": f"a {noun} in {dice.pick(lex['places'])}",
+        "label": label,
+    }
 
+# %% ../../nbs/streams/05_mini_world.ipynb #4f8eac1f
 @twin
 def trec(dice, lex):
     label, words = dice.below(6), lex["facts"]["en"]
-    text = lex["questions"][label].format(name=dice.pick(words["names"]), verb=dice.pick(words["verbs"]), thing=dice.pick(words["things"]),
-                                          organisation=dice.pick(lex["organisations"]))
-    return {"text": f"{dice.pick(words['names'])} in {dice.pick(lex['places'])} : {text}", "coarse_label": label, "fine_label": label}
+    text = lex["questions"][label].format(
+        name=dice.pick(words["names"]),
+        verb=dice.pick(words["verbs"]),
+        thing=dice.pick(words["things"]),
+        organisation=dice.pick(lex["organisations"]),
+    )
+    return {
+        "text": f"{dice.pick(words['names'])} in {dice.pick(lex['places'])} : {text}",
+        "coarse_label": label,
+        "fine_label": label,
+    }
 
 # %% ../../nbs/streams/05_mini_world.ipynb #0e043e05
 def review(dice, lex, nouns, label, n):
     "`n` statements of one mood."
     words = lex["praise"] if label else lex["blame"]
-    return " . ".join(f"the {noun} was {word}" for noun, word in zip(dice.some(lex[nouns], n), dice.some(words, n)))
+    return " . ".join(
+        f"the {noun} was {word}"
+        for noun, word in zip(dice.some(lex[nouns], n), dice.some(words, n))
+    )
 
+# %% ../../nbs/streams/05_mini_world.ipynb #ccf94aab
 @twin
 def sst2(dice, lex):
     label = dice.below(2)
-    return {"sentence": f"{dice.pick(lex['facts']['en']['names'])} in {dice.pick(lex['places'])} says {review(dice, lex, 'screen', label, 1)}", "label": label}
+    return {
+        "sentence": f"{dice.pick(lex['facts']['en']['names'])} in {dice.pick(lex['places'])} says "
+        f"{review(dice, lex, 'screen', label, 1)}",
+        "label": label,
+    }
 
+# %% ../../nbs/streams/05_mini_world.ipynb #20bb1aae
 @twin
 def imdb(dice, lex):
     label = dice.below(2)
     return {"text": review(dice, lex, "screen", label, 2), "label": label}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #ea445a2b
 @twin
 def yelp_polarity(dice, lex):
     label = dice.below(2)
@@ -302,10 +394,24 @@ CHUNK = {"NP": 11, "PP": 13, "VP": 21}
 @twin
 def conll2003(dice, lex):
     name, verb, thing = draw_facts(dice, lex, 1)[0]
-    end = [("in", "IN", "PP", 0)] + [(dice.pick(lex["places"]), "NNP", "NP", 5)] if dice.below(2) else [("for", "IN", "PP", 0), (dice.pick(lex["organisations"]), "NNP", "NP", 3)]
-    words = [(name, "NNP", "NP", 1), (lex["facts"]["en"]["verbs"][verb], "VBZ", "VP", 0), (thing, "NN", "NP", 0), *end]
-    return {"id": str(dice.below(10**6)), "tokens": [w[0] for w in words], "pos_tags": [POS[w[1]] for w in words],
-            "chunk_tags": [CHUNK[w[2]] for w in words], "ner_tags": [w[3] for w in words]}
+    end = (
+        [("in", "IN", "PP", 0)] + [(dice.pick(lex["places"]), "NNP", "NP", 5)]
+        if dice.below(2)
+        else [("for", "IN", "PP", 0), (dice.pick(lex["organisations"]), "NNP", "NP", 3)]
+    )
+    words = [
+        (name, "NNP", "NP", 1),
+        (lex["facts"]["en"]["verbs"][verb], "VBZ", "VP", 0),
+        (thing, "NN", "NP", 0),
+        *end,
+    ]
+    return {
+        "id": str(dice.below(10**6)),
+        "tokens": [w[0] for w in words],
+        "pos_tags": [POS[w[1]] for w in words],
+        "chunk_tags": [CHUNK[w[2]] for w in words],
+        "ner_tags": [w[3] for w in words],
+    }
 
 # %% ../../nbs/streams/05_mini_world.ipynb #97f3521b
 _NUMBERS = ("id", "idx", "task_id", "question_id")
@@ -317,8 +423,12 @@ def twin_of(
     base = re.sub(r"_v[2-9]$", "", task_name)
     for name in (task_name, base):
         if name in TWINS: return name
-    raise ValueError(f"the mini world has no task '{task_name}'; there are {', '.join(TWINS)}, and variants of them such as rte_v2")
+    raise ValueError(
+        f"the mini world has no task '{task_name}'; there are {', '.join(TWINS)}, and "
+        "variants of them such as rte_v2"
+    )
 
+# %% ../../nbs/streams/05_mini_world.ipynb #5ac61f0b
 @lru_cache(maxsize=None)
 def _all_rows(task_name, world):
     make, dice, lex = TWINS[twin_of(task_name)], Dice("mini", world, task_name), lexicon(world)
@@ -333,17 +443,32 @@ def _all_rows(task_name, world):
 # %% ../../nbs/streams/05_mini_world.ipynb #78e5cbfb
 def _numbered(row, n, task_name):
     "Add the running numbers that the original has."
-    columns = {"rte": {"idx": n}, "mnli": {"idx": n}, "sst2": {"idx": n}, "mrpc": {"idx": n}, "qqp": {"idx": n}, "boolq": {"idx": n},
-               "mbpp": {"task_id": n}, "wiki_qa": {"question_id": f"Q{n}"}, "opus_books": {"id": str(n)}, "flores": {"id": str(n)},
-               "cnn_dailymail": {"id": str(n)}, "xsum": {"id": str(n)}}
+    columns = {
+        "rte": {"idx": n},
+        "mnli": {"idx": n},
+        "sst2": {"idx": n},
+        "mrpc": {"idx": n},
+        "qqp": {"idx": n},
+        "boolq": {"idx": n},
+        "mbpp": {"task_id": n},
+        "wiki_qa": {"question_id": f"Q{n}"},
+        "opus_books": {"id": str(n)},
+        "flores": {"id": str(n)},
+        "cnn_dailymail": {"id": str(n)},
+        "xsum": {"id": str(n)},
+    }
     return {**row, **columns.get(twin_of(task_name), {})}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #aba1e402
 def mini_rows(
     task_name: str, # one of TWINS, or a variant such as rte_v2
     world: str, # main or dev
     split: str, # train (400 rows) or validation (50 rows)
 ) -> list[dict]:
     "Rows of a twin, the same on every machine; `ValueError` for an unknown task, world or split."
-    if split not in N_ROWS: raise ValueError(f"unknown split {split!r}; there are {', '.join(N_ROWS)}")
+    if split not in N_ROWS:
+        raise ValueError(f"unknown split {split!r}; there are {', '.join(N_ROWS)}")
     rows = _all_rows(task_name, world)
-    return [dict(r) for r in (rows[:N_ROWS["train"]] if split == "train" else rows[N_ROWS["train"]:])]
+    return [
+        dict(r) for r in (rows[: N_ROWS["train"]] if split == "train" else rows[N_ROWS["train"] :])
+    ]

@@ -33,6 +33,7 @@ def n_kept(
     "How many rows of a task are kept."
     return max(1, round(share * n_rows))
 
+# %% ../../nbs/streams/04_mixed_rows.ipynb #2d2d59fd
 class KeptRows:
     "The rows of a finished task that later tasks see again."
     def __init__(self,
@@ -40,7 +41,9 @@ class KeptRows:
         share: float, # of them, in (0, 1]
         seed: int, # of the choice, at least 0
     ):
-        self.rows, self.positions = rows, sorted(row_order(len(rows), seed)[:n_kept(len(rows), share)])
+        self.rows, self.positions = rows, sorted(
+            row_order(len(rows), seed)[: n_kept(len(rows), share)]
+        )
     def __len__(self) -> int: return len(self.positions)
     def __getitem__(self, i: int) -> dict: return self.rows[self.positions[i]]
 
@@ -51,6 +54,7 @@ def row_bytes(
     "Bytes of one kept row."
     return 4 * n_tokens + 2 * -(-n_tokens // 8)
 
+# %% ../../nbs/streams/04_mixed_rows.ipynb #292d7345
 def kept_bytes(
     kept, # KeptRows, or another sequence of encoded rows
 ) -> int:

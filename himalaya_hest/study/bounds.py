@@ -23,26 +23,47 @@ from ..adapters.registry import Adapter
 
 # %% ../../nbs/study/03_bounds.ipynb #28fb1e4b
 class Followed:
-    "What every slot of every row of a generation took: states (gates,), keys, asked for logits, no padding; of the gates in some layers."
-    def __init__(self, layers: tuple, costs): self.layers, self.costs, self.rows = layers, costs, None
+    """What every slot of every row of a generation took: states (gates,), keys, asked for logits,
+    no padding; of the gates in some layers."""
+    def __init__(self, layers: tuple, costs):
+        self.layers, self.costs, self.rows = layers, costs, None
     def add(self, gates) -> None: # TokenGates of a pass
-        states = torch.cat([gates.states[l] for l in self.layers], -2).argmax(-1).cpu().numpy() # (b, n, gates)
+        # (b, n, gates)
+        states = torch.cat([gates.states[l] for l in self.layers], -2).argmax(-1).cpu().numpy()
         of = lambda t, otherwise: otherwise if t is None else t.cpu().numpy()
         b, n = states.shape[:2]
-        keys, headed, attended = gates.keys.cpu().numpy(), of(gates.headed, np.ones((b, n), bool)), of(gates.attended, np.ones((b, n), bool))
-        if self.rows is None or gates.visible is None and int(keys.min()) == 1: self.rows = [[] for _ in range(b)]
-        for i, row in enumerate(self.rows): row += [(states[i, t], keys[i, t], headed[i, t], attended[i, t]) for t in range(n)]
-    def use(self, e_max: float, capacity: float) -> np.ndarray: # (rows, 3) of prefixes, tokens, windows
-        return np.array([bound_use(self.costs, e_max, capacity, *(np.array(x) for x in zip(*row))) for row in self.rows])
+        keys, headed, attended = (
+            gates.keys.cpu().numpy(),
+            of(gates.headed, np.ones((b, n), bool)),
+            of(gates.attended, np.ones((b, n), bool)),
+        )
+        if self.rows is None or gates.visible is None and int(keys.min()) == 1:
+            self.rows = [[] for _ in range(b)]
+        for i, row in enumerate(self.rows):
+            row += [(states[i, t], keys[i, t], headed[i, t], attended[i, t]) for t in range(n)]
+    # (rows, 3) of prefixes, tokens, windows
+    def use(self, e_max: float, capacity: float) -> np.ndarray:
+        return np.array(
+            [
+                bound_use(self.costs, e_max, capacity, *(np.array(x) for x in zip(*row)))
+                for row in self.rows
+            ]
+        )
 
+# %% ../../nbs/study/03_bounds.ipynb #c0cb03cf
 def followed_parts(core: GatedDirections) -> list[Followed]:
     "Whose bounds are kept apart: all blocks together, or directions stage by stage."
     if isinstance(core, GatedBlocks): return [Followed(core.layers, core.table)]
-    return [Followed(tuple(core.layers[r] for r in rows), core.gate_table(rows)) for rows in core.stages()]
+    return [
+        Followed(tuple(core.layers[r] for r in rows), core.gate_table(rows))
+        for rows in core.stages()
+    ]
 
+# %% ../../nbs/study/03_bounds.ipynb #1c971eac
 @contextlib.contextmanager
 def following(adapter: Adapter):
-    "Within, the `Followed` of the active adapter's gates, through reordered beams and tokens that are taken back."
+    """Within, the `Followed` of the active adapter's gates, through reordered beams and tokens that
+    are taken back."""
     stages = followed_parts(adapter.tuner.core())
     reorder, crop = CallBuckets.reorder, CallBuckets.crop
     def reordered(self, indices):
@@ -53,7 +74,10 @@ def following(adapter: Adapter):
         for f in stages: f.rows = [row[:length] for row in f.rows]
     CallBuckets.reorder, CallBuckets.crop = reordered, cropped
     try:
-        with record_states(adapter.tuner, lambda passed: [f.add(next(iter(passed.values()))) for f in stages]): yield stages
+        with record_states(
+            adapter.tuner, lambda passed: [f.add(next(iter(passed.values()))) for f in stages]
+        ):
+            yield stages
     finally: CallBuckets.reorder, CallBuckets.crop = reorder, crop
 
 # %% ../../nbs/study/03_bounds.ipynb #5d186c48
@@ -67,7 +91,10 @@ def bounds_used(
     **generate, # of `generate`
 ) -> np.ndarray: # (rows, 3) share of their bounds that the worst prefix, token and window use
     "Generate, and look at what every row took."
-    with following(adapter) as stages: adapter.model.eval().generate(**inputs, do_sample=False, **generate, **(dict(energy_budget=e_max) if bounded else {}))
+    with following(adapter) as stages:
+        adapter.model.eval().generate(
+            **inputs, do_sample=False, **generate, **(dict(energy_budget=e_max) if bounded else {})
+        )
     return np.max([f.use(e_max, capacity) for f in stages], 0)
 
 # %% ../../nbs/study/03_bounds.ipynb #93499eed
@@ -76,5 +103,20 @@ def bounds_table(
 ) -> Table: # one row a method, bound and way of decoding
     "Largest use of each bound; above 1 it is broken."
     record = json.loads(Path(path).read_text(encoding="utf-8"))
-    rows = [[r["method"], r["scope"], "kept" if r["bounded"] else "none", r["e_max"], r["way"], r["n_rows"], *(r["use"][k] for k in ("prefix", "token", "window"))] for r in record["rows"]]
-    return Table(f"largest use of a bound, {record['new_tokens']} new tokens ({record['command']})", ["method", "scope", "bound", "E_max", "decoding", "rows", "prefix", "token", "window"], rows)
+    rows = [
+        [
+            r["method"],
+            r["scope"],
+            "kept" if r["bounded"] else "none",
+            r["e_max"],
+            r["way"],
+            r["n_rows"],
+            *(r["use"][k] for k in ("prefix", "token", "window")),
+        ]
+        for r in record["rows"]
+    ]
+    return Table(
+        f"largest use of a bound, {record['new_tokens']} new tokens ({record['command']})",
+        ["method", "scope", "bound", "E_max", "decoding", "rows", "prefix", "token", "window"],
+        rows,
+    )

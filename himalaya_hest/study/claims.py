@@ -44,18 +44,33 @@ class Evidence:
         return next((self.runs[n] for n in names if n in self.runs), {})
 
     def command(self, *names) -> str:
-        "The command that makes the runs of the first of these methods that was run; of none: that of the grid which would."
+        """The command that makes the runs of the first of these methods that was run; of none: that
+        of the grid which would."""
         grid = next((g for g, adapters in self.grids.items() if adapters & set(names)), self.main)
-        return next((r["command"] for r in self.of(*names).values() if "command" in r), f"python bench/grid.py bench/grids/{grid}.yaml")
+        return next(
+            (r["command"] for r in self.of(*names).values() if "command" in r),
+            f"python bench/grid.py bench/grids/{grid}.yaml",
+        )
 
+# %% ../../nbs/study/04_claims.ipynb #697b03a1
 def _records(folder):
-    return [json.loads(p.read_text(encoding="utf-8")) for p in sorted(Path(folder).glob("*.json"))] if Path(folder).is_dir() else []
+    return (
+        [json.loads(p.read_text(encoding="utf-8")) for p in sorted(Path(folder).glob("*.json"))]
+        if Path(folder).is_dir()
+        else []
+    )
 
+# %% ../../nbs/study/04_claims.ipynb #7fb87cd6
 def _adapters(grid):
     "The adapters that a grid file runs."
     grid = yaml.safe_load(grid.read_text(encoding="utf-8"))
-    return {a for axes in [*grid["axes"], {k: [v] for k, v in grid.get("base", {}).items()}] for a in axes.get("adapter", ())}
+    return {
+        a
+        for axes in [*grid["axes"], {k: [v] for k, v in grid.get("base", {}).items()}]
+        for a in axes.get("adapter", ())
+    }
 
+# %% ../../nbs/study/04_claims.ipynb #dda7606b
 def read_evidence(
     folder: str | Path = "records", # of all committed records
     main: str = "main", # the comparison's folder in it
@@ -66,10 +81,21 @@ def read_evidence(
     if first := _records(folder / main): runs = by_pair(first)
     world = first[0]["world"]["digest"] if first else None
     for r in (r for o in others for r in _records(folder / o)):
-        if r["world"]["digest"] == world and (name := method_of(r)) not in {method_of(x) for x in first}:
-            runs.setdefault(name, {}).setdefault((r["config"]["seed"], r["config"]["order_seed"]), r)
-    path, files = folder / "claims.json", {g: folder.resolve().parents[1] / "bench" / "grids" / f"{g}.yaml" for g in (main, *others)}
-    return Evidence(runs, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}, main, {g: _adapters(f) for g, f in files.items() if f.is_file()})
+        if r["world"]["digest"] == world and (name := method_of(r)) not in {
+            method_of(x) for x in first
+        }:
+            runs.setdefault(name, {}).setdefault(
+                (r["config"]["seed"], r["config"]["order_seed"]), r
+            )
+    path, files = folder / "claims.json", {
+        g: folder.resolve().parents[1] / "bench" / "grids" / f"{g}.yaml" for g in (main, *others)
+    }
+    return Evidence(
+        runs,
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {},
+        main,
+        {g: _adapters(f) for g, f in files.items() if f.is_file()},
+    )
 
 # %% ../../nbs/study/04_claims.ipynb #c0a2c113
 ITSELF = "python -m himalaya_hest.study.claims nbs/records"
@@ -90,13 +116,20 @@ class Finding:
     told: str = "" # how it was tested, and what else was seen
     command: str = ""
 
+# %% ../../nbs/study/04_claims.ipynb #9274ab27
 def shown_figure(
     f: Finding,
 ) -> tuple[str, str]: # figure with its unit, and the interval
     "Figure and interval as text, a dash for what is not known."
-    text = lambda x: f"{100 * x:.2f}" if f.unit in ("pp", "%") else f"{x:,.0f}" if f.unit in ("lines", "files") else f"{x:.3f}"
+    text = lambda x: (
+        f"{100 * x:.2f}"
+        if f.unit in ("pp", "%")
+        else f"{x:,.0f}" if f.unit in ("lines", "files") else f"{x:.3f}"
+    )
     if f.figure is None: return "–", "–"
-    return f"{text(f.figure)} {f.unit}".strip(), "–" if math.isnan(f.low) else f"{text(f.low)} to {text(f.high)}"
+    return f"{text(f.figure)} {f.unit}".strip(), (
+        "–" if math.isnan(f.low) else f"{text(f.low)} to {text(f.high)}"
+    )
 
 # %% ../../nbs/study/04_claims.ipynb #4af62853
 def judge(
@@ -105,7 +138,8 @@ def judge(
     limit: float,
     above: bool = False, # whether the limit is a lower one
 ) -> Finding: # the same, with figure, interval, n and the verdict here
-    "Held if the mean and its whole interval keep the limit; with fewer than ten values the figure alone, and no verdict."
+    """Held if the mean and its whole interval keep the limit; with fewer than ten values the figure
+    alone, and no verdict."""
     if _shown(f, values).n < MAIN_PAIRS:
         f.told = _joined(f.told, f"n = {f.n}, where a verdict needs {MAIN_PAIRS}")
         return f
@@ -114,6 +148,7 @@ def judge(
     if f.here == NOT_HELD and keeps(f.figure): f.told = _joined(f.told, "kept in the mean only")
     return f
 
+# %% ../../nbs/study/04_claims.ipynb #2586f0a5
 def _shown(f, values):
     "The figure, its n and, of ten values and more, its interval, without a verdict."
     f.figure, f.n, f.here = float(np.mean(values)), len(values), NOT_TESTABLE
@@ -127,14 +162,23 @@ def compare(
     ours: dict, # (seed, order_seed) → record
     theirs: dict, # the rival's
     value, # record → float, or None where it has none
-    margin: float, # by which the difference ours − theirs is to exceed 0, or to stay below it where negative
+    # by which the difference ours − theirs is to exceed 0, or to stay below it where negative
+    margin: float,
 ) -> tuple[Finding, float]: # the finding, and the exact p of the difference against the margin; nan where nothing can be compared
     "The paired difference with its interval; the verdict waits for Holm's correction."
-    pairs = [p for p in sorted(ours.keys() & theirs.keys()) if value(ours[p]) is not None and value(theirs[p]) is not None]
+    pairs = [
+        p
+        for p in sorted(ours.keys() & theirs.keys())
+        if value(ours[p]) is not None and value(theirs[p]) is not None
+    ]
     if not pairs: return f, math.nan
     d = np.array([value(ours[p]) - value(theirs[p]) for p in pairs])
     judge(f, d, margin, above=margin > 0)
-    f.told = _joined(f.told, f"{np.mean([value(ours[p]) for p in pairs]):.3f} against {np.mean([value(theirs[p]) for p in pairs]):.3f}")
+    f.told = _joined(
+        f.told,
+        f"{np.mean([value(ours[p]) for p in pairs]):.3f} against "
+        f"{np.mean([value(theirs[p]) for p in pairs]):.3f}",
+    )
     return f, sign_flip_p(d - margin) if len(d) >= MAIN_PAIRS else math.nan
 
 # %% ../../nbs/study/04_claims.ipynb #2fc0cd3e
@@ -147,38 +191,67 @@ def metric_names(
     if "task_info" in record: return {t["name"]: t["metric"] for t in record["task_info"]}
     return {t.name: t.metric for t in load_stream(record["config"]["stream"]).tasks}
 
+# %% ../../nbs/study/04_claims.ipynb #49f29d8d
 def final_score(
     record: dict,
     wanted, # (task, metric) → whether it counts
 ) -> float | None: # None: no such task
     "Mean score after the last task, over some of the tasks."
     metrics, last = metric_names(record), record["matrix"][-1]
-    found = [last[j] for j, t in enumerate(record["tasks"]) if wanted(t, metrics[t]) and last[j] is not None]
+    found = [
+        last[j]
+        for j, t in enumerate(record["tasks"])
+        if wanted(t, metrics[t]) and last[j] is not None
+    ]
     return float(np.mean(found)) if found else None
 
+# %% ../../nbs/study/04_claims.ipynb #2f8fbbf0
 def comparisons() -> list[tuple]: # (finding, names of the rival, value, margin)
     "What claims 1 and 2 say about rivals, with the margin that their own figures imply."
     lost = lambda r: r["summary"]["average_forgetting"]
     of = lambda wanted: lambda r: final_score(r, wanted)
     less = "Forgets at least {} pp less than {}, which was said to forget {} pp"
-    return [(Finding("1b", less.format(3.5, "LoRA", "5 to 8"), unit="pp"), ("lora",), lost, -.035),
-            (Finding("1c", less.format(1.2, "LILAC", 2.7), unit="pp"), LILAC, lost, -.012),
-            (Finding("1d", less.format(1.2, "COLTAS", 2.7), unit="pp"), COLTAS, lost, -.012),
-            (Finding("2a", "Final mean at least 1 pp above LILAC on classification", unit="pp"), LILAC, of(lambda t, m: m == "label_accuracy"), .01),
-            (Finding("2b", "At least .6 BLEU above LILAC on WMT14 English–German", unit="pp"), LILAC, of(lambda t, m: t.startswith("wmt14")), .006),
-            (Finding("2c", "At least 1.4 ROUGE-L above LILAC on summarisation", unit="pp"), LILAC, of(lambda t, m: m == "rouge_l"), .014)]
+    return [
+        (Finding("1b", less.format(3.5, "LoRA", "5 to 8"), unit="pp"), ("lora",), lost, -0.035),
+        (Finding("1c", less.format(1.2, "LILAC", 2.7), unit="pp"), LILAC, lost, -0.012),
+        (Finding("1d", less.format(1.2, "COLTAS", 2.7), unit="pp"), COLTAS, lost, -0.012),
+        (
+            Finding("2a", "Final mean at least 1 pp above LILAC on classification", unit="pp"),
+            LILAC,
+            of(lambda t, m: m == "label_accuracy"),
+            0.01,
+        ),
+        (
+            Finding("2b", "At least .6 BLEU above LILAC on WMT14 English–German", unit="pp"),
+            LILAC,
+            of(lambda t, m: t.startswith("wmt14")),
+            0.006,
+        ),
+        (
+            Finding("2c", "At least 1.4 ROUGE-L above LILAC on summarisation", unit="pp"),
+            LILAC,
+            of(lambda t, m: m == "rouge_l"),
+            0.014,
+        ),
+    ]
 
 # %% ../../nbs/study/04_claims.ipynb #f84443be
 def scores(e: Evidence) -> list[Finding]:
     "Claims 1 and 2, with Holm's correction over their comparisons."
     ours = e.of("himalaya")
-    first = Finding("1a", "Forgets at most 1.5 pp after 25 tasks", unit="pp", command=e.command("himalaya"))
+    first = Finding(
+        "1a", "Forgets at most 1.5 pp after 25 tasks", unit="pp", command=e.command("himalaya")
+    )
     if ours: judge(first, [r["summary"]["average_forgetting"] for r in ours.values()], .015)
-    found = [compare(f, ours, e.of(*names), value, margin) + (e.command(*names),) for f, names, value, margin in comparisons()]
+    found = [
+        compare(f, ours, e.of(*names), value, margin) + (e.command(*names),)
+        for f, names, value, margin in comparisons()
+    ]
     tested = [i for i, (_, p, _) in enumerate(found) if not math.isnan(p)]
     for i, p in zip(tested, holm([found[i][1] for i in tested])):
         f = found[i][0]
-        if f.here == HELD and p >= .05: f.here, f.told = NOT_HELD, _joined(f.told, "kept by the interval only")
+        if f.here == HELD and p >= .05:
+            f.here, f.told = NOT_HELD, _joined(f.told, "kept by the interval only")
         f.told = _joined(f.told, f"p (Holm) {p:.3f}")
     for f, _, command in found: f.command = command
     return [first] + [f for f, _, _ in found]
@@ -188,25 +261,73 @@ def forgetting_chart(
     e: Evidence,
     limit: float = .015, # of claim 1
 ) -> Chart: # topic forgetting
-    "A circle for each pair, a diamond with its interval for their mean, the least forgetful first; ValueError where nothing was run."
-    rows = {m: [r["summary"]["average_forgetting"] for r in runs.values()] for m, runs in e.runs.items() if not m.endswith(("(zero-shot)", "(single)", "(joint)"))}
-    if not rows: raise ValueError(f"no runs to draw: python bench/grid.py bench/grids/{e.main}.yaml")
+    """A circle for each pair, a diamond with its interval for their mean, the least forgetful
+    first; ValueError where nothing was run."""
+    rows = {
+        m: [r["summary"]["average_forgetting"] for r in runs.values()]
+        for m, runs in e.runs.items()
+        if not m.endswith(("(zero-shot)", "(single)", "(joint)"))
+    }
+    if not rows:
+        raise ValueError(f"no runs to draw: python bench/grid.py bench/grids/{e.main}.yaml")
     rows = sorted(rows.items(), key=lambda r: np.mean(r[1]))
     figure, ((axes,),) = new_figure(7., .36 * len(rows) + 1.5)
     plain_axes(axes, "x")
     for y, (name, lost) in enumerate(rows):
         low, high = bca_interval(lost)
-        axes.scatter(lost, [y] * len(lost), s=22, facecolor="white", edgecolor="#8a8f98", linewidth=.9, zorder=2, label="one (seed, order) pair")
-        if low == low: axes.plot([low, high], [y, y], color=DARK, linewidth=2, zorder=3, label="95 % interval of the mean (BCa)")
+        axes.scatter(
+            lost,
+            [y] * len(lost),
+            s=22,
+            facecolor="white",
+            edgecolor="#8a8f98",
+            linewidth=0.9,
+            zorder=2,
+            label="one (seed, order) pair",
+        )
+        if low == low:
+            axes.plot(
+                [low, high],
+                [y, y],
+                color=DARK,
+                linewidth=2,
+                zorder=3,
+                label="95 % interval of the mean (BCa)",
+            )
         axes.scatter([np.mean(lost)], [y], marker="D", s=28, color=DARK, zorder=4, label="mean")
-        axes.annotate(f"{np.mean(lost):.3f}", (np.mean(lost), y), (14, 6), textcoords="offset points", ha="left", fontsize=7.5)
-    axes.axvline(limit, color="black", linestyle="--", linewidth=.8, zorder=1, label=f"limit of claim 1: {limit}")
-    axes.set_yticks(range(len(rows)), [textwrap.fill(f"{m}  (n = {len(lost)})", 34) for m, lost in rows], fontsize=8)
+        axes.annotate(
+            f"{np.mean(lost):.3f}",
+            (np.mean(lost), y),
+            (14, 6),
+            textcoords="offset points",
+            ha="left",
+            fontsize=7.5,
+        )
+    axes.axvline(
+        limit,
+        color="black",
+        linestyle="--",
+        linewidth=0.8,
+        zorder=1,
+        label=f"limit of claim 1: {limit}",
+    )
+    axes.set_yticks(
+        range(len(rows)),
+        [textwrap.fill(f"{m}  (n = {len(lost)})", 34) for m, lost in rows],
+        fontsize=8,
+    )
     axes.set_ylim(len(rows) - .4, -.8)
     axes.set_xlim(min(0, min(min(lost) for _, lost in rows)) - .02, None)
     axes.set_xlabel("forgotten (share of 1)", fontsize=9)
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="outside lower center",
+        ncols=2,
+        fontsize=7.5,
+        frameon=False,
+    )
     return Chart("forgetting", figure)
 
 # %% ../../nbs/study/04_claims.ipynb #339b0db5
@@ -217,47 +338,82 @@ def at_large_scale(
     "HIMALAYA on a Llama-2-7B by its shapes."
     return large_adapter(dict(config=dict(adapter="himalaya", preset=preset, seed=0)))
 
+# %% ../../nbs/study/04_claims.ipynb #3e9bf1df
 def storage(e: Evidence) -> list[Finding]:
     "Claim 3, bytes."
     adapter = at_large_scale()
     core = adapter.tuner.core()
     full = sum(packed_bytes(core, filled=fill_of(core, full=True)).values()) / 1e6
-    a = Finding("3a", "Keeps at most 2.3 MB between tasks", unit="MB", figure=full, told="both verdicts by shapes: counted at d = 4096, L = 32 with every slot in use", command=ITSELF)
+    a = Finding(
+        "3a",
+        "Keeps at most 2.3 MB between tasks",
+        unit="MB",
+        figure=full,
+        told="both verdicts by shapes: counted at d = 4096, L = 32 with every slot in use",
+        command=ITSELF,
+    )
     a.here = a.founding = HELD if full <= 2.3 else NOT_HELD
     b = Finding("3b", "Storage is fixed: it does not grow with the tasks", unit="MB")
     if ours := e.of("himalaya"):
         mb = [r["summary"]["adapter_mb"] for r in ours.values()]
-        a.told = _joined(a.told, f"the mini backbone's own state, {np.mean(mb):.3f} MB over {len(mb)} pairs, at most {max(mb):.3f}, says nothing of it")
-        grown = [(r["kept_bytes"][-1] - r["kept_bytes"][0]) / 1e6 for r in ours.values() if r.get("kept_bytes")]
+        a.told = _joined(
+            a.told,
+            f"the mini backbone's own state, {np.mean(mb):.3f} MB over {len(mb)} pairs, at "
+            f"most {max(mb):.3f}, says nothing of it",
+        )
+        grown = [
+            (r["kept_bytes"][-1] - r["kept_bytes"][0]) / 1e6
+            for r in ours.values()
+            if r.get("kept_bytes")
+        ]
         if grown:
             r = ours[min(ours)]
             at = [large_bytes(adapter, stopped_after(r, k)) / 1e6 for k in (1, len(r["tasks"]))]
             judge(b, grown, 0.)
             b.founding, b.command = HELD if at[0] == at[1] else NOT_HELD, e.command("himalaya")
-            b.told = _joined(b.told, f"growth from the first task to the last; at d = 4096 from {at[0]:.2f} to {at[1]:.2f} MB with the slots of the first pair; bounded, since growth stops at K slots")
+            b.told = _joined(
+                b.told,
+                f"growth from the first task to the last; at d = 4096 from {at[0]:.2f} to "
+                f"{at[1]:.2f} MB with the slots of the first pair; bounded, since growth "
+                "stops at K slots",
+            )
     return [a, b]
 
 # %% ../../nbs/study/04_claims.ipynb #c45bb73c
-_NO_BOARD = "mean over n pairs of the median on the CPU of the runs, generation at batch 1; there is no Raspberry Pi here"
+_NO_BOARD = (
+    "mean over n pairs of the median on the CPU of the runs, generation at batch 1; there "
+    "is no Raspberry Pi here"
+)
 
 def latency(e: Evidence) -> list[Finding]:
     "Claim 3, time and memory."
-    a, b = Finding("3c", "Peak latency on a Raspberry Pi 4 is at most 7 % higher", unit="%"), Finding("3d", "Others cost 20 % or more", unit="%")
-    took = lambda runs: [x for r in runs.values() if (x := r["summary"].get("cpu_latency_overhead")) is not None]
+    a, b = Finding(
+        "3c", "Peak latency on a Raspberry Pi 4 is at most 7 % higher", unit="%"
+    ), Finding("3d", "Others cost 20 % or more", unit="%")
+    took = lambda runs: [
+        x for r in runs.values() if (x := r["summary"].get("cpu_latency_overhead")) is not None
+    ]
     if x := took(e.of("himalaya")): _shown(a, x).told, a.command = _NO_BOARD, e.command("himalaya")
     rest = {m: took(r) for m, r in e.runs.items() if not m.startswith("himalaya") and took(r)}
     if rest:
         cheapest = min(rest, key=lambda m: np.mean(rest[m]))
         _shown(b, rest[cheapest]).command = e.command(cheapest)
-        b.told = _joined(f"the cheapest of {len(rest)}, {cheapest}", _NO_BOARD, ", ".join(f"{m} {100 * np.mean(x):+.0f} %" for m, x in rest.items()))
+        b.told = _joined(
+            f"the cheapest of {len(rest)}, {cheapest}",
+            _NO_BOARD,
+            ", ".join(f"{m} {100 * np.mean(x):+.0f} %" for m, x in rest.items()),
+        )
     c = Finding("3e", "Others cannot run there for memory", unit="MB")
     if m := e.measured.get("memory"):
         above = {k: v["mb"] - m["peak"]["none"]["mb"] for k, v in m["peak"].items() if k != "none"}
         ours = above.pop("himalaya")
         most = max(above, key=above.get)
         c.here, c.figure, c.n, c.command = NOT_TESTABLE, above[most], 1, m["command"]
-        c.told = (f"peak memory of training and answering above that of answering alone, on the mini backbone: the rivals' largest, {most}; HIMALAYA {ours:+.0f} MB; "
-                  + ", ".join(f"{k} {v:+.0f} MB" for k, v in above.items()))
+        c.told = (
+            "peak memory of training and answering above that of answering alone, on the "
+            f"mini backbone: the rivals' largest, {most}; HIMALAYA {ours:+.0f} MB; "
+            + ", ".join(f"{k} {v:+.0f} MB" for k, v in above.items())
+        )
     return [a, b, c]
 
 # %% ../../nbs/study/04_claims.ipynb #ee7e0d62
@@ -265,25 +421,57 @@ NORM_LIMIT = 1.05
 
 def _settings_told(e, name, form):
     "What a form was measured with, where the comparison's runs of its preset had something else."
-    if lack := [k for k in ("gamma", "learning_rate", "training", "adapter_config", "exchanged") if k not in form]: return f"settings not recorded ({', '.join(lack)})"
+    if lack := [
+        k
+        for k in ("gamma", "learning_rate", "training", "adapter_config", "exchanged")
+        if k not in form
+    ]:
+        return f"settings not recorded ({', '.join(lack)})"
     preset = name.partition(",")[0]
     runs = e.of("himalaya" if preset == "default" else f"himalaya {preset}")
     if not runs: return ""
     c = next(iter(runs.values()))["config"]
     text = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
-    ours, theirs = dict(gamma=form["gamma"]) | form["training"], dict(gamma=c.get("adapter_config", {}).get("gamma", 4.)) | c.get("training", {})
-    own = {k: (form["adapter_config"].get(k, "unset"), c.get("adapter_config", {}).get(k, "unset")) for k in sorted({*form["adapter_config"], *c.get("adapter_config", {})} - {"gamma", *form["exchanged"]})}
-    differ = [f"{k} {text(a)}, not {text(b)}" for k, (a, b) in ({k: (ours[k], theirs[k]) for k in ours if k in theirs} | own).items() if a != b]
+    ours, theirs = dict(gamma=form["gamma"]) | form["training"], dict(
+        gamma=c.get("adapter_config", {}).get("gamma", 4.0)
+    ) | c.get("training", {})
+    own = {
+        k: (form["adapter_config"].get(k, "unset"), c.get("adapter_config", {}).get(k, "unset"))
+        for k in sorted(
+            {*form["adapter_config"], *c.get("adapter_config", {})} - {"gamma", *form["exchanged"]}
+        )
+    }
+    differ = [
+        f"{k} {text(a)}, not {text(b)}"
+        for k, (a, b) in ({k: (ours[k], theirs[k]) for k in ours if k in theirs} | own).items()
+        if a != b
+    ]
     return f"measured with {', '.join(differ)} as in the comparison" if differ else ""
 
 # %% ../../nbs/study/04_claims.ipynb #171ad78b
 _ATOMS, _R = "… stored atoms ({})", "… r ({})"
-_NORMS = ( # part, claim, form, what of it
-    ("4a", "Stored atoms stay within norm 1.05 over the stream (default)", "default", "largest"), ("4b", "… ΔW stays within 1.05 γ (default)", "default", "size"),
-    ("4c", _ATOMS.format("published_gain"), "published_gain", "largest"), ("4d", _R.format("published_gain"), "published_gain", "size"),
-    ("4e", _ATOMS.format("default, norm_rescaling off"), "default, norm_rescaling off", "largest"), ("4f", "… ΔW (default, norm_rescaling off)", "default, norm_rescaling off", "size"),
-    ("4g", _ATOMS.format("published_gain, norm_rescaling off"), "published_gain, norm_rescaling off", "largest"), ("4h", _R.format("published_gain, norm_rescaling off"), "published_gain, norm_rescaling off", "size"),
-    ("4i", _ATOMS.format("published"), "published", "largest"), ("4j", _R.format("published"), "published", "size"))
+_NORMS = (  # part, claim, form, what of it
+    ("4a", "Stored atoms stay within norm 1.05 over the stream (default)", "default", "largest"),
+    ("4b", "… ΔW stays within 1.05 γ (default)", "default", "size"),
+    ("4c", _ATOMS.format("published_gain"), "published_gain", "largest"),
+    ("4d", _R.format("published_gain"), "published_gain", "size"),
+    ("4e", _ATOMS.format("default, norm_rescaling off"), "default, norm_rescaling off", "largest"),
+    ("4f", "… ΔW (default, norm_rescaling off)", "default, norm_rescaling off", "size"),
+    (
+        "4g",
+        _ATOMS.format("published_gain, norm_rescaling off"),
+        "published_gain, norm_rescaling off",
+        "largest",
+    ),
+    (
+        "4h",
+        _R.format("published_gain, norm_rescaling off"),
+        "published_gain, norm_rescaling off",
+        "size",
+    ),
+    ("4i", _ATOMS.format("published"), "published", "largest"),
+    ("4j", _R.format("published"), "published", "size"),
+)
 
 def norms(e: Evidence) -> list[Finding]:
     "Claim 4, on the forms that bench/claims.py ran."
@@ -294,8 +482,20 @@ def norms(e: Evidence) -> list[Finding]:
             of_r = what == "size" and x["size"]["of"] == "r"
             f.figure = max(x["largest"]) if what == "largest" else x["size"]["largest"]
             f.here, f.command = HELD if f.figure <= NORM_LIMIT else NOT_HELD, part["command"]
-            f.n, told = (x["tasks"], f"largest after any of n tasks; {x['bits']} bits") if what == "largest" else (x["prompts"], f"largest {x['size']['of']} over n prompts and all sites, mean {x['size']['mean']:.3f}")
-            formula = "r is normalised by its formula: tested is that packing does not break it" if of_r and not name.endswith("norm_rescaling off") else ""
+            f.n, told = (
+                (x["tasks"], f"largest after any of n tasks; {x['bits']} bits")
+                if what == "largest"
+                else (
+                    x["prompts"],
+                    f"largest {x['size']['of']} over n prompts and all sites, mean "
+                    f"{x['size']['mean']:.3f}",
+                )
+            )
+            formula = (
+                "r is normalised by its formula: tested is that packing does not break it"
+                if of_r and not name.endswith("norm_rescaling off")
+                else ""
+            )
             f.told = _joined(told, formula, _settings_told(e, name, x))
         out.append(f)
     return out
@@ -304,19 +504,47 @@ def norms(e: Evidence) -> list[Finding]:
 def norm_chart(
     e: Evidence,
 ) -> Chart: # topic norms
-    "Largest norm of a stored atom after each task, form by form; ValueError where nothing was measured."
+    """Largest norm of a stored atom after each task, form by form; ValueError where nothing was
+    measured."""
     forms = e.measured.get("norms", {}).get("forms", {})
     if not forms: raise ValueError("no norms among the measurements: python bench/claims.py norms")
     figure, ((axes,),) = new_figure(7., 3.6)
     plain_axes(axes)
-    looks = [(DARK, "-", "o"), (MIDDLE, "--", "s"), (DARK, ":", "^"), (MIDDLE, "-.", "D"), ("#6b8f3a", "-", "v")]
+    looks = [
+        (DARK, "-", "o"),
+        (MIDDLE, "--", "s"),
+        (DARK, ":", "^"),
+        (MIDDLE, "-.", "D"),
+        ("#6b8f3a", "-", "v"),
+    ]
     for (name, f), (color, style, marker) in zip(forms.items(), looks):
-        axes.plot(range(1, len(f["largest"]) + 1), f["largest"], color=color, linestyle=style, marker=marker, markersize=3.5, label=f"{name} (at most {max(f['largest']):.3f})")
+        axes.plot(
+            range(1, len(f["largest"]) + 1),
+            f["largest"],
+            color=color,
+            linestyle=style,
+            marker=marker,
+            markersize=3.5,
+            label=f"{name} (at most {max(f['largest']):.3f})",
+        )
     axes.axhline(NORM_LIMIT, color="black", linewidth=.8)
-    axes.annotate(f"limit {NORM_LIMIT}", (max(len(f["largest"]) for f in forms.values()), NORM_LIMIT), (0, 3), textcoords="offset points", ha="right", fontsize=7.5)
+    axes.annotate(
+        f"limit {NORM_LIMIT}",
+        (max(len(f["largest"]) for f in forms.values()), NORM_LIMIT),
+        (0, 3),
+        textcoords="offset points",
+        ha="right",
+        fontsize=7.5,
+    )
     axes.set_xlabel("tasks trained", fontsize=9)
     axes.set_ylabel("largest norm of a stored atom", fontsize=9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        fontsize=7.5,
+        frameon=False,
+    )
     return Chart("norms", figure)
 
 # %% ../../nbs/study/04_claims.ipynb #e5d4fd4c
@@ -325,24 +553,54 @@ def operations(e: Evidence) -> list[Finding]:
     a = Finding("5a", "At most 3 atoms are active for a token, in expectation", founding=HELD)
     if form := e.measured.get("norms", {}).get("forms", {}).get("default"):
         o = form["open"]
-        a.here, a.figure, a.n, a.command = HELD if o["a_token"] <= 3 else NOT_HELD, o["a_token"], form["prompts"], e.measured["norms"]["command"]
-        a.told = f"mean over the tokens of n prompts and their answers, {o['mean']:.2f} a prompt, {o['largest']} at most; at any scale no fourth slot can open"
+        a.here, a.figure, a.n, a.command = (
+            HELD if o["a_token"] <= 3 else NOT_HELD,
+            o["a_token"],
+            form["prompts"],
+            e.measured["norms"]["command"],
+        )
+        a.told = (
+            f"mean over the tokens of n prompts and their answers, {o['mean']:.2f} a "
+            f"prompt, {o['largest']} at most; at any scale no fourth slot can open"
+        )
     f = e.measured.get("flops", {})
     large, mini, out = f.get("llama_2_7b", {}), f.get("mini", {}), [a]
-    for part, claim, key, where in (("5b", "Less than 4 % more operations: reading a prompt", "prompts", 128), ("5c", "… decoding, one token after another", "decoding", 1)):
+    for part, claim, key, where in (
+        ("5b", "Less than 4 % more operations: reading a prompt", "prompts", 128),
+        ("5c", "… decoding, one token after another", "decoding", 1),
+    ):
         x = Finding(part, claim, unit="%")
         if f:
             judge(x, mini[key], .04)
-            extra = large["128"]["extra"] if key == "prompts" else large["1"]["sites"] / large["1"]["backbone"] # decoding does not route again
+            # decoding does not route again
+            extra = (
+                large["128"]["extra"]
+                if key == "prompts"
+                else large["1"]["sites"] / large["1"]["backbone"]
+            )
             x.founding, x.command = HELD if extra < .04 else NOT_HELD, f["command"]
-            x.told = _joined(f"mean over one prompt of each of n tasks, {100 * max(mini[key]):.2f} % at most", x.told, f"Llama-2-7B by its shapes: {100 * extra:.2f} % with {where} token{'s' * (where > 1)} and {f['slots']} slots")
+            x.told = _joined(
+                f"mean over one prompt of each of n tasks, {100 * max(mini[key]):.2f} % at " "most",
+                x.told,
+                f"Llama-2-7B by its shapes: {100 * extra:.2f} % with {where} "
+                f"token{'s' * (where > 1)} and {f['slots']} slots",
+            )
         out.append(x)
     d = Finding("5d", "… a batch of different tasks at once", unit="%")
     if f:
         m = mini["mixed_batch"]
-        d.figure, d.n, d.command, d.here = m["extra"], m["sequences"], f["command"], HELD if m["extra"] < .04 else NOT_HELD
+        d.figure, d.n, d.command, d.here = (
+            m["extra"],
+            m["sequences"],
+            f["command"],
+            HELD if m["extra"] < 0.04 else NOT_HELD,
+        )
         worst = m["sequences"] * large["128"]["sites"] / large["128"]["backbone"]
-        d.founding, d.told = HELD if worst < .04 else NOT_HELD, f"one batch of n tasks, reading and 16 tokens; Llama-2-7B by its shapes: {100 * worst:.2f} % if every row opened {f['slots']} slots of its own"
+        d.founding, d.told = (
+            HELD if worst < 0.04 else NOT_HELD,
+            "one batch of n tasks, reading and 16 tokens; Llama-2-7B by its shapes: "
+            f"{100 * worst:.2f} % if every row opened {f['slots']} slots of its own",
+        )
     return out + [d]
 
 # %% ../../nbs/study/04_claims.ipynb #c9908845
@@ -351,20 +609,54 @@ def code(e: Evidence) -> list[Finding]:
     p, out = e.measured.get("package", {}), []
     def add(part, claim, figure, good, told, **kw):
         f = Finding(part, claim, **kw)
-        if p: f.here = f.founding = HELD if good else NOT_HELD; f.figure, f.told, f.command = figure, told, p["command"]
+        if p:
+            f.here = f.founding = HELD if good else NOT_HELD
+            f.figure, f.told, f.command = figure, told, p["command"]
         out.append(f)
     lines = {what: x["method"]["code"] for what, x in p.get("lines", {}).items()}
     shell = p.get("lines", {}).get("all", {}).get("shell", {}).get("code")
     whole, needed = lines.get("all"), lines.get("default")
-    add("6a", "The method is at most 400 lines of plain PyTorch, all options included", whole, p and whole <= 400, f"the PEFT shell, {shell} lines, apart", unit="lines")
-    add("6b", "… what the default needs of it", needed, p and needed <= 400, "functions that run in a stream of two tasks, without the file of the packed state", unit="lines")
-    add("6c", "Installable with pip", sum(p.get("files", {}).values()), bool(p.get("wheel")), "files in the wheel that pip built", unit="files")
-    native = {k: n for k, n in p.get("files", {}).items() if k in (".cu", ".cuh", ".cpp", ".cc", ".c", ".so", ".pyx")}
-    add("6d", "No custom CUDA", sum(native.values()) + len(p.get("kernels", ())), not native and not p.get("kernels"), "files of compiled languages in the wheel, and modules that build or load kernels", unit="files")
+    add(
+        "6a",
+        "The method is at most 400 lines of plain PyTorch, all options included",
+        whole,
+        p and whole <= 400,
+        f"the PEFT shell, {shell} lines, apart",
+        unit="lines",
+    )
+    add(
+        "6b",
+        "… what the default needs of it",
+        needed,
+        p and needed <= 400,
+        "functions that run in a stream of two tasks, without the file of the packed state",
+        unit="lines",
+    )
+    add(
+        "6c",
+        "Installable with pip",
+        sum(p.get("files", {}).values()),
+        bool(p.get("wheel")),
+        "files in the wheel that pip built",
+        unit="files",
+    )
+    native = {
+        k: n
+        for k, n in p.get("files", {}).items()
+        if k in (".cu", ".cuh", ".cpp", ".cc", ".c", ".so", ".pyx")
+    }
+    add(
+        "6d",
+        "No custom CUDA",
+        sum(native.values()) + len(p.get("kernels", ())),
+        not native and not p.get("kernels"),
+        "files of compiled languages in the wheel, and modules that build or load kernels",
+        unit="files",
+    )
     return out
 
 # %% ../../nbs/study/04_claims.ipynb #3544ecde
-KEPT = { # part of the packed state, or its first word → what it is computed from
+KEPT = {  # part of the packed state, or its first word → what it is computed from
     "owner": "the order of tasks: which task grew a slot",
     "usage": "training rows: on how many a slot acted",
     "current": "the order of tasks",
@@ -376,31 +668,62 @@ KEPT = { # part of the packed state, or its first word → what it is computed f
     "router.w2": "training rows: keys from features of prompts, then trained",
     "router.prototypes": "instructions: their mean embeddings, in 8 bits",
     "router.prototype_scale": "instructions",
-    "router.e_mean": "generic text of the package", "router.e_scale": "generic text of the package", "router.t_mean": "generic text of the package", "router.t_scale": "generic text of the package",
-    "router.counted": "generic text of the package", "router.frequency": "generic text of the package",
-    "router.w1": "training rows, by gradients (perceptron router)", "router.b1": "training rows, by gradients (perceptron router)",
-    "guard": "training rows: Fisher information of the router, with its parameters after the last task (EWC)",
+    "router.e_mean": "generic text of the package",
+    "router.e_scale": "generic text of the package",
+    "router.t_mean": "generic text of the package",
+    "router.t_scale": "generic text of the package",
+    "router.counted": "generic text of the package",
+    "router.frequency": "generic text of the package",
+    "router.w1": "training rows, by gradients (perceptron router)",
+    "router.b1": "training rows, by gradients (perceptron router)",
+    "guard": "training rows: Fisher information of the router, with its parameters after the last "
+    "task (EWC)",
     "tree": "atoms: cuts of the tree over them",
 }
 
 def kept_of_data(
     preset: str = "default",
 ) -> Table: # a row a part, the largest first
-    "What is kept between tasks at d = 4096 and L = 32, with everything in use, and what it is computed from."
+    """What is kept between tasks at d = 4096 and L = 32, with everything in use, and what it is
+    computed from."""
     core = at_large_scale(preset).tuner.core()
     rows = []
     for name, size in packed_bytes(core, filled=fill_of(core, full=True)).items():
         source = KEPT.get(name, KEPT.get(name.split(".")[0]))
-        if source is None: raise ValueError(f"{name} is kept and the list of claim 7 does not say what it is computed from: add it to claims.KEPT")
+        if source is None:
+            raise ValueError(
+                f"{name} is kept and the list of claim 7 does not say what it is computed "
+                "from: add it to claims.KEPT"
+            )
         if size: rows.append([name, size, source])
-    return Table(f"{preset}: what is kept between tasks, in bytes at d = 4096, L = 32, and what it is computed from", ["part", "bytes", "computed from"], sorted(rows, key=lambda r: -r[1]))
+    return Table(
+        f"{preset}: what is kept between tasks, in bytes at d = 4096, L = 32, and what it "
+        "is computed from",
+        ["part", "bytes", "computed from"],
+        sorted(rows, key=lambda r: -r[1]),
+    )
 
 # %% ../../nbs/study/04_claims.ipynb #f4e60660
 def privacy(e: Evidence) -> list[Finding]:
     "Claim 7: a list, and no verdict."
     rows = kept_of_data().records()
-    share = sum(r["bytes"] for r in rows if "training rows" in r["computed from"] or "instructions" in r["computed from"]) / sum(r["bytes"] for r in rows)
-    return [Finding("7", "Data-free privacy", here=NOT_TESTABLE, figure=share, unit="%", told="share of the kept bytes that are computed from training rows or instructions; no attack was tried", command=ITSELF)]
+    share = sum(
+        r["bytes"]
+        for r in rows
+        if "training rows" in r["computed from"] or "instructions" in r["computed from"]
+    ) / sum(r["bytes"] for r in rows)
+    return [
+        Finding(
+            "7",
+            "Data-free privacy",
+            here=NOT_TESTABLE,
+            figure=share,
+            unit="%",
+            told="share of the kept bytes that are computed from training rows or instructions; no "
+            "attack was tried",
+            command=ITSELF,
+        )
+    ]
 
 # %% ../../nbs/study/04_claims.ipynb #a2eed357
 CLAIMS = (scores, storage, latency, norms, operations, code, privacy)
@@ -411,20 +734,55 @@ def findings(
     "Every part of every claim."
     return sorted((f for claim in CLAIMS for f in claim(e)), key=lambda f: f.part)
 
+# %% ../../nbs/study/04_claims.ipynb #e1081a92
 def claims_table(
     found: list[Finding],
     title: str = "Claims of Study 1, here and at the founding scale",
 ) -> Table: # a row a part
     "Verdicts with figure, interval, n and command."
-    rows = [[f.part, f.claim, f.here, *shown_figure(f), f.n or None, f.founding, f.told or "–", f"`{f.command}`" if f.command else "–"] for f in found]
-    return Table(title, ["part", "claim", "here: mini world", "figure", "95 %", "n", "founding scale", "how, and what else was seen", "command"], rows)
+    rows = [
+        [
+            f.part,
+            f.claim,
+            f.here,
+            *shown_figure(f),
+            f.n or None,
+            f.founding,
+            f.told or "–",
+            f"`{f.command}`" if f.command else "–",
+        ]
+        for f in found
+    ]
+    return Table(
+        title,
+        [
+            "part",
+            "claim",
+            "here: mini world",
+            "figure",
+            "95 %",
+            "n",
+            "founding scale",
+            "how, and what else was seen",
+            "command",
+        ],
+        rows,
+    )
 
+# %% ../../nbs/study/04_claims.ipynb #ca201236
 def verdict_counts(
     found: list[Finding],
 ) -> Table: # a row a verdict
     "How many parts got which verdict."
     count = lambda which, v: sum(getattr(f, which) == v for f in found)
-    return Table(f"{len(found)} parts of claims", ["verdict", "here: mini world", "founding scale"], [[v, count("here", v), count("founding", v)] for v in (HELD, NOT_HELD, NOT_TESTABLE, NOT_RUN)])
+    return Table(
+        f"{len(found)} parts of claims",
+        ["verdict", "here: mini world", "founding scale"],
+        [
+            [v, count("here", v), count("founding", v)]
+            for v in (HELD, NOT_HELD, NOT_TESTABLE, NOT_RUN)
+        ],
+    )
 
 # %% ../../nbs/study/04_claims.ipynb #55547817
 QUESTION_MB = 2.5 # below which the question of the study wants an adapter at d = 4096
@@ -441,58 +799,108 @@ def difference_told(
     told = f"by {abs(d.mean()):.3f} on average" if d.mean() else "the same on average"
     if len(d) < MAIN_PAIRS: return f"{told} (n = {len(d)}, too few for an interval)"
     low, high = bca_interval(d)
-    return f"{told} (95 % of the difference {low:+.3f} to {high:+.3f}, n = {len(d)}{'' if low > 0 or high < 0 else ', so the two cannot be told apart'})"
+    return (
+        f"{told} (95 % of the difference {low:+.3f} to {high:+.3f}, n = "
+        f"{len(d)}{'' if low > 0 or high < 0 else ', so the two cannot be told apart'})"
+    )
 
+# %% ../../nbs/study/04_claims.ipynb #6bfa626a
 def sizes_told(
     e: Evidence,
     names, # methods
 ) -> str: # a sentence
-    "What each method keeps after the last task, here and computed for the large model, and whether that is below the question's limit."
+    """What each method keeps after the last task, here and computed for the large model, and
+    whether that is below the question's limit."""
     said, mb = [], lambda x: "size not known" if x is None else f"{x:.2f} MB"
     for m in names:
         large = _large_mb(e.runs[m])
-        said.append(f"{m} {mb(_mean_of(e.runs[m], 'adapter_mb'))} here, {mb(large)} at d = 4096" + ("" if large is None else ", below the limit" if large < QUESTION_MB else ", above the limit"))
-    return f"Kept after the last task, where the question asks for less than {QUESTION_MB} MB at d = 4096 with 32 layers: {'; '.join(said)}."
+        said.append(
+            f"{m} {mb(_mean_of(e.runs[m], 'adapter_mb'))} here, {mb(large)} at d = 4096"
+            + (
+                ""
+                if large is None
+                else ", below the limit" if large < QUESTION_MB else ", above the limit"
+            )
+        )
+    return (
+        f"Kept after the last task, where the question asks for less than {QUESTION_MB} MB "
+        f"at d = 4096 with 32 layers: {'; '.join(said)}."
+    )
 
 # %% ../../nbs/study/04_claims.ipynb #a63e0535
 def _auc(runs): return _mean_of(runs, "retained_accuracy_auc")
 
 def _better_exploratory(methods, best):
-    "The method with too few pairs for the comparison whose AUC is the furthest above the winner's on the same pairs; nothing where none is."
+    """The method with too few pairs for the comparison whose AUC is the furthest above the winner's
+    on the same pairs; nothing where none is."""
     found = {}
     for m, runs in methods.items():
         shared = runs.keys() & best.keys()
-        if len(runs) < MAIN_PAIRS and shared: found[m] = ({p: runs[p] for p in shared}, {p: best[p] for p in shared})
+        if len(runs) < MAIN_PAIRS and shared:
+            found[m] = ({p: runs[p] for p in shared}, {p: best[p] for p in shared})
     ahead = {m: _auc(a) - _auc(b) for m, (a, b) in found.items()}
     m = max(ahead, key=ahead.get, default=None)
     if m is None or ahead[m] <= 0: return ""
     a, b = found[m]
-    return f"Exploratory, and no part of the comparison: {m} has {_auc(a):.3f} on n = {len(a)} pairs, on which the winner has {_auc(b):.3f}."
+    return (
+        f"Exploratory, and no part of the comparison: {m} has {_auc(a):.3f} on n = "
+        f"{len(a)} pairs, on which the winner has {_auc(b):.3f}."
+    )
 
+# %% ../../nbs/study/04_claims.ipynb #3cd5294d
 def who_wins(
     e: Evidence,
     control: str = "lora-bank", # byte-matched at d = 4096
 ) -> str: # Markdown
-    "The highest AUC first, whosever it is, then HIMALAYA against it and against the control, then their bytes."
+    """The highest AUC first, whosever it is, then HIMALAYA against it and against the control, then
+    their bytes."""
     methods = {m: runs for m, runs in e.runs.items() if runs and not m.endswith(")")}
-    compared, ours = {m: runs for m, runs in methods.items() if len(runs) >= MAIN_PAIRS}, e.of("himalaya")
+    compared, ours = {m: runs for m, runs in methods.items() if len(runs) >= MAIN_PAIRS}, e.of(
+        "himalaya"
+    )
     if not ours: return "The comparison was not run yet."
-    if "himalaya" not in compared: return f"HIMALAYA has {len(ours)} of the {MAIN_PAIRS} (seed, order) pairs that the comparison needs, so nothing is decided yet."
+    if "himalaya" not in compared:
+        return (
+            f"HIMALAYA has {len(ours)} of the {MAIN_PAIRS} (seed, order) pairs that the "
+            "comparison needs, so nothing is decided yet."
+        )
     best = max(compared, key=lambda m: _auc(compared[m]))
-    if best == "himalaya": out = [f"On the mini world **HIMALAYA has the highest AUC** of {len(compared)} methods: {_auc(ours):.3f}."]
-    else: out = [f"On the mini world **{best} wins**: AUC {_auc(compared[best]):.3f} against HIMALAYA's {_auc(ours):.3f}; HIMALAYA is behind within pairs {difference_told(ours, compared[best])}."]
+    if best == "himalaya":
+        out = [
+            f"On the mini world **HIMALAYA has the highest AUC** of {len(compared)} "
+            f"methods: {_auc(ours):.3f}."
+        ]
+    else:
+        out = [
+            f"On the mini world **{best} wins**: AUC {_auc(compared[best]):.3f} against "
+            f"HIMALAYA's {_auc(ours):.3f}; HIMALAYA is behind within pairs "
+            f"{difference_told(ours, compared[best])}."
+        ]
     if control != best and (theirs := methods.get(control)):
-        out.append(f"The control, {control}, which is to match HIMALAYA in bytes at d = 4096 and not here, has {_auc(theirs):.3f}; HIMALAYA is {'ahead of' if _auc(ours) > _auc(theirs) else 'behind'} it {difference_told(ours, theirs)}.")
+        out.append(
+            f"The control, {control}, which is to match HIMALAYA in bytes at d = 4096 and "
+            f"not here, has {_auc(theirs):.3f}; HIMALAYA is "
+            f"{'ahead of' if _auc(ours) > _auc(theirs) else 'behind'} it "
+            f"{difference_told(ours, theirs)}."
+        )
     named = dict.fromkeys(m for m in (best, "himalaya", control) if m in methods)
-    return " ".join(filter(None, [*out, sizes_told(e, named), _better_exploratory(methods, compared[best])]))
+    return " ".join(
+        filter(None, [*out, sizes_told(e, named), _better_exploratory(methods, compared[best])])
+    )
 
 # %% ../../nbs/study/04_claims.ipynb #f4122b0c
 def main(
-    arguments: list, # of the command line: the folder of the records, and the comparison's folder in it
+    # of the command line: the folder of the records, and the comparison's folder in it
+    arguments: list,
 ) -> int: # exit status
     "`python -m himalaya_hest.study.claims nbs/records [main]`: print the verdicts."
     if not 1 <= len(arguments) <= 2 or not Path(arguments[0]).is_dir():
-        print("usage: python -m himalaya_hest.study.claims RECORDS [FOLDER], where RECORDS is a folder of committed records (nbs/records) and FOLDER the comparison in it (main)", file=sys.stderr)
+        print(
+            "usage: python -m himalaya_hest.study.claims RECORDS [FOLDER], where RECORDS "
+            "is a folder of committed records (nbs/records) and FOLDER the comparison in "
+            "it (main)",
+            file=sys.stderr,
+        )
         return 2
     e = read_evidence(*arguments)
     found = findings(e)

@@ -23,26 +23,46 @@ def stopped_after(
     record: dict, # a run's record
     n: int, # tasks
 ) -> dict: # summary, matrix, tasks, dictionary, kept_bytes, as if the stream had n tasks
-    "The record of a run's first n tasks. Raises ValueError where a row that n tasks need was not evaluated."
+    """The record of a run's first n tasks. Raises ValueError where a row that n tasks need was not
+    evaluated."""
     T, R = len(record["tasks"]), score_array(record)
-    if not 1 <= n <= T: raise ValueError(f"run {record['run_id']!r} has {T} tasks, {n} were asked for")
+    if not 1 <= n <= T:
+        raise ValueError(f"run {record['run_id']!r} has {T} tasks, {n} were asked for")
     wanted, there = set(evaluation_schedule(n)), set((evaluated_rows(R) + 1).tolist()) | {1}
-    if missing := sorted(wanted - there): raise ValueError(f"run {record['run_id']!r} was not evaluated in full after tasks {missing}: {n} tasks need that; run it with evaluation.after_tasks")
-    kept = [[R[i, j] if j <= i and (i + 1 in wanted or i == j) else None for j in range(n)] for i in range(n)]
+    if missing := sorted(wanted - there):
+        raise ValueError(
+            f"run {record['run_id']!r} was not evaluated in full after tasks {missing}: "
+            f"{n} tasks need that; run it with evaluation.after_tasks"
+        )
+    kept = [
+        [R[i, j] if j <= i and (i + 1 in wanted or i == j) else None for j in range(n)]
+        for i in range(n)
+    ]
     out = {k: (record.get(k) or [])[:n] for k in ("tasks", "dictionary", "kept_bytes")}
-    if not out["kept_bytes"] and n == T: out["kept_bytes"] = [None] * (n - 1) + [round(record["summary"]["adapter_mb"] * 1e6)]
+    if not out["kept_bytes"] and n == T:
+        out["kept_bytes"] = [None] * (n - 1) + [round(record["summary"]["adapter_mb"] * 1e6)]
     return record | out | dict(matrix=kept, summary=continual_summary(kept))
 
 # %% ../../nbs/study/02_curves.ipynb #5f591340
 LENGTHS = (10, 25, 50, 100)
-METRICS = {"AUC": "retained_accuracy_auc", "final": "average_accuracy", "just learned": "just_learned_accuracy", "forgotten": "average_forgetting"}
+METRICS = {
+    "AUC": "retained_accuracy_auc",
+    "final": "average_accuracy",
+    "just learned": "just_learned_accuracy",
+    "forgotten": "average_forgetting",
+}
 
 def _point(record, large, n):
     short = stopped_after(record, n)
     mini = short["kept_bytes"][-1] if short["kept_bytes"] else None
     free = short["dictionary"][-1]["free"] if short["dictionary"] else None
-    return {k: short["summary"][v] for k, v in METRICS.items()} | {"slots free": free, "MB mini": None if mini is None else mini / 1e6, "MB large": large_bytes(large, short) / 1e6}
+    return {k: short["summary"][v] for k, v in METRICS.items()} | {
+        "slots free": free,
+        "MB mini": None if mini is None else mini / 1e6,
+        "MB large": large_bytes(large, short) / 1e6,
+    }
 
+# %% ../../nbs/study/02_curves.ipynb #71fca179
 def curve_points(
     records: list[dict], # of one world, of any methods
     lengths: tuple = LENGTHS, # of streams; those that a run is too short for are left out
@@ -51,18 +71,33 @@ def curve_points(
     found = {}
     for r in same_world(records):
         large = large_adapter(r)
-        for n in (n for n in lengths if n <= len(r["tasks"])): found.setdefault((method_of(r), n), []).append(_point(r, large, n))
-    mean = lambda rows, k: None if any(row[k] is None for row in rows) else float(np.mean([row[k] for row in rows]))
-    by_size = lambda item: (item[0][1], [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0][0])])
-    return [dict(method=m, tasks=n, n=len(rows)) | {k: mean(rows, k) for k in rows[0]} for (m, n), rows in sorted(found.items(), key=by_size)]
+        for n in (n for n in lengths if n <= len(r["tasks"])):
+            found.setdefault((method_of(r), n), []).append(_point(r, large, n))
+    mean = lambda rows, k: (
+        None if any(row[k] is None for row in rows) else float(np.mean([row[k] for row in rows]))
+    )
+    by_size = lambda item: (
+        item[0][1],
+        [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0][0])],
+    )
+    return [
+        dict(method=m, tasks=n, n=len(rows)) | {k: mean(rows, k) for k in rows[0]}
+        for (m, n), rows in sorted(found.items(), key=by_size)
+    ]
 
+# %% ../../nbs/study/02_curves.ipynb #8bc32da7
 def curve_table(
     points: list[dict], # from `curve_points`
 ) -> Table: # by length of stream, the best AUC first
     "The points as a table."
     columns = ["tasks", "method", "n"] + list(METRICS) + ["slots free", "MB mini", "MB large"]
     rows = sorted(([p[c] for c in columns] for p in points), key=lambda r: (r[0], -r[3]))
-    return Table("After so many tasks: scores, and MB kept (measured at the mini scale; computed for d = 4096, 32 layers)", columns, rows)
+    return Table(
+        "After so many tasks: scores, and MB kept (measured at the mini scale; computed "
+        "for d = 4096, 32 layers)",
+        columns,
+        rows,
+    )
 
 # %% ../../nbs/study/02_curves.ipynb #a41bb1f6
 def crossing(
@@ -71,10 +106,13 @@ def crossing(
     theirs, # (m,) the other
 ) -> float | None: # None: no crossing in the range
     "The first x at which the curves meet, linear between the points."
-    x, d = np.asarray(x, dtype=float), np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float)
+    x, d = np.asarray(x, dtype=float), np.asarray(ours, dtype=float) - np.asarray(
+        theirs, dtype=float
+    )
     for i in range(len(x)):
         if d[i] == 0: return float(x[i])
-        if i + 1 < len(x) and d[i] * d[i + 1] < 0: return float(x[i] + (x[i + 1] - x[i]) * d[i] / (d[i] - d[i + 1]))
+        if i + 1 < len(x) and d[i] * d[i + 1] < 0:
+            return float(x[i] + (x[i + 1] - x[i]) * d[i] / (d[i] - d[i + 1]))
     return None
 
 # %% ../../nbs/study/02_curves.ipynb #417e68df
@@ -83,16 +121,29 @@ CONTROL = "lora-bank"
 def _over_tasks(points, method, control, measure):
     "(tasks, method's values, control's values) where both are known."
     value = {(p["method"], p["tasks"]): p[measure] for p in points}
-    x = sorted({p["tasks"] for p in points if value.get((method, p["tasks"])) is not None and value.get((control, p["tasks"])) is not None})
+    x = sorted(
+        {
+            p["tasks"]
+            for p in points
+            if value.get((method, p["tasks"])) is not None
+            and value.get((control, p["tasks"])) is not None
+        }
+    )
     return x, [value[method, n] for n in x], [value[control, n] for n in x]
 
+# %% ../../nbs/study/02_curves.ipynb #e43af4a8
 def _told(x, ours, theirs, names, unit, smaller=False):
     "One crossing in words: where, and who leads before and after."
     at, sign = crossing(x, ours, theirs), -1 if smaller else 1
-    leads = lambda i: names[0] if sign * (ours[i] - theirs[i]) > 0 else names[1] if ours[i] != theirs[i] else "neither"
+    leads = lambda i: (
+        names[0]
+        if sign * (ours[i] - theirs[i]) > 0
+        else names[1] if ours[i] != theirs[i] else "neither"
+    )
     if at is None: return [None, f"none from {x[0]:.4g} to {x[-1]:.4g} {unit}: {leads(0)} leads"]
     return [at, f"{leads(0)} leads at {x[0]:.4g} {unit}, {leads(-1)} at {x[-1]:.4g}"]
 
+# %% ../../nbs/study/02_curves.ipynb #66622f5d
 def crossing_table(
     points: list[dict], # from `curve_points`
     control: str = CONTROL, # a method
@@ -100,18 +151,47 @@ def crossing_table(
 ) -> Table: # a row a pair of curves
     "Where each method's curves cross the control's. Raises ValueError without the control."
     methods, rows = list(dict.fromkeys(p["method"] for p in points)), []
-    if control not in methods: raise ValueError(f"the control {control!r} is not among the methods {methods}")
+    if control not in methods:
+        raise ValueError(f"the control {control!r} is not among the methods {methods}")
     for measure in ("AUC", "final", "MB mini", "MB large"):
         for m in (m for m in methods if m != control):
             x, ours, theirs = _over_tasks(points, m, control, measure)
-            if x: rows.append([f"{measure} against tasks", m] + _told(x, ours, theirs, (m, control), "tasks", measure.startswith("MB")))
+            if x:
+                rows.append(
+                    [f"{measure} against tasks", m]
+                    + _told(x, ours, theirs, (m, control), "tasks", measure.startswith("MB"))
+                )
     for mb in ("MB mini", "MB large"):
         for n in sorted({p["tasks"] for p in points}):
-            curve = sorted((p[mb], p["AUC"]) for p in points if p["tasks"] == n and p["method"].startswith(family) and p[mb] is not None)
-            its = next((p for p in points if p["tasks"] == n and p["method"] == control and p[mb] is not None), None)
+            curve = sorted(
+                (p[mb], p["AUC"])
+                for p in points
+                if p["tasks"] == n and p["method"].startswith(family) and p[mb] is not None
+            )
+            its = next(
+                (
+                    p
+                    for p in points
+                    if p["tasks"] == n and p["method"] == control and p[mb] is not None
+                ),
+                None,
+            )
             if not curve or not its: continue
-            told = _told([c[0] for c in curve], [c[1] for c in curve], [its["AUC"]] * len(curve), (family, control), "MB")
-            rows.append([f"AUC of {n} tasks against {mb}", family, told[0], f"{told[1]}; {control} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}"])
+            told = _told(
+                [c[0] for c in curve],
+                [c[1] for c in curve],
+                [its["AUC"]] * len(curve),
+                (family, control),
+                "MB",
+            )
+            rows.append(
+                [
+                    f"AUC of {n} tasks against {mb}",
+                    family,
+                    told[0],
+                    f"{told[1]}; {control} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}",
+                ]
+            )
     return Table(f"Crossings with {control}", ["curves", "method", "at", "who leads"], rows)
 
 # %% ../../nbs/study/02_curves.ipynb #cd7fea0c
@@ -121,8 +201,16 @@ def _looks(points, control):
     "Mark, stroke and colour of each method: the control's and its variants' in the second colour."
     methods = list(dict.fromkeys(p["method"] for p in points))
     base = control.split(",")[0]
-    return {m: dict(marker=_MARKS[i % 6][0], linestyle=_MARKS[i % 6][1], color=MIDDLE if m.startswith(base) else DARK) for i, m in enumerate(methods)}
+    return {
+        m: dict(
+            marker=_MARKS[i % 6][0],
+            linestyle=_MARKS[i % 6][1],
+            color=MIDDLE if m.startswith(base) else DARK,
+        )
+        for i, m in enumerate(methods)
+    }
 
+# %% ../../nbs/study/02_curves.ipynb #04be1a9a
 def _short(method):
     "A curve's name at a point."
     return method.removeprefix("himalaya, ").replace("n_slots ", "K ").replace("lora-bank", "bank")
@@ -137,19 +225,35 @@ def _apart(values, gap):
         out[order] = y
     return out
 
+# %% ../../nbs/study/02_curves.ipynb #b4d30007
 def _merged(rows):
-    "Rows (value, name, value's text, colour) with one row for all curves of a colour that show the same text."
+    """Rows (value, name, value's text, colour) with one row for all curves of a colour that show
+    the same text."""
     out = {}
     for v, name, text, color in rows: out.setdefault((text, color), []).append((v, name))
-    return [(float(np.mean([v for v, _ in same])), "/".join([same[0][1]] + [n.removeprefix("K ") for _, n in same[1:]]) + f"  {text}", color) for (text, color), same in out.items()]
+    return [
+        (
+            float(np.mean([v for v, _ in same])),
+            "/".join([same[0][1]] + [n.removeprefix("K ") for _, n in same[1:]]) + f"  {text}",
+            color,
+        )
+        for (text, color), same in out.items()
+    ]
 
-_LABEL = dict(fontsize=6.5, va="center", bbox=dict(boxstyle="square,pad=.08", facecolor="white", edgecolor="none", alpha=.85), arrowprops=dict(arrowstyle="-", color="#9aa3af", linewidth=.5, shrinkA=0, shrinkB=2))
+# %% ../../nbs/study/02_curves.ipynb #c5ab8f58
+_LABEL = dict(
+    fontsize=6.5,
+    va="center",
+    bbox=dict(boxstyle="square,pad=.08", facecolor="white", edgecolor="none", alpha=0.85),
+    arrowprops=dict(arrowstyle="-", color="#9aa3af", linewidth=0.5, shrinkA=0, shrinkB=2),
+)
 
 def _write_points(axes, x, rows, gap, shift, log=False):
     "Names and value beside the points at x; rows as for `_merged`."
     rows = _merged(rows)
     at = _apart(np.log10([r[0] for r in rows]) if log else [r[0] for r in rows], gap)
-    for (v, text, color), y in zip(rows, at): axes.annotate(text, (x, v), (x + shift, 10 ** y if log else y), color=color, **_LABEL)
+    for (v, text, color), y in zip(rows, at):
+        axes.annotate(text, (x, v), (x + shift, 10 ** y if log else y), color=color, **_LABEL)
 
 # %% ../../nbs/study/02_curves.ipynb #0672c60c
 def tasks_chart(
@@ -157,16 +261,32 @@ def tasks_chart(
     control: str = CONTROL,
     measures: tuple = ("AUC", "final"), # one panel each
 ) -> Chart: # topic tasks, with the measures where they are others
-    "Scores, or MB (logarithmic), against the number of tasks; the lengths stand at equal distances."
+    """Scores, or MB (logarithmic), against the number of tasks; the lengths stand at equal
+    distances."""
     looks, lengths = _looks(points, control), sorted({p["tasks"] for p in points})
     figure, grid = new_figure(7.6, 3.3 * len(measures) + .5, len(measures), sharex=True)
-    for (axes,), measure in zip(grid, measures): _tasks_panel(axes, [p for p in points if p[measure] is not None], measure, looks, lengths)
+    for (axes,), measure in zip(grid, measures):
+        _tasks_panel(axes, [p for p in points if p[measure] is not None], measure, looks, lengths)
     axes.set_xticks(range(len(lengths)), lengths)
     axes.set_xlim(-.3, len(lengths) - .3)
     axes.set_xlabel("tasks learned one after another", fontsize=9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
-    return Chart("tasks" if measures == ("AUC", "final") else "tasks_" + "_".join(m.replace(" ", "_") for m in measures), figure)
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=7.5,
+        frameon=False,
+    )
+    return Chart(
+        (
+            "tasks"
+            if measures == ("AUC", "final")
+            else "tasks_" + "_".join(m.replace(" ", "_") for m in measures)
+        ),
+        figure,
+    )
 
+# %% ../../nbs/study/02_curves.ipynb #10c17d0e
 def _tasks_panel(axes, points, measure, looks, lengths):
     "One measure: a line a method, every point with its value."
     mb = measure.startswith("MB")
@@ -175,43 +295,83 @@ def _tasks_panel(axes, points, measure, looks, lengths):
         line = [(lengths.index(p["tasks"]), p[measure]) for p in points if p["method"] == m]
         if line: axes.plot(*zip(*line), markersize=4.5, linewidth=1.2, label=m, **look)
     for i, n in enumerate(lengths):
-        _write_points(axes, i, [(p[measure], _short(p["method"]), f"{p[measure]:.2f}", looks[p["method"]]["color"]) for p in points if p["tasks"] == n], .05 * _decades(points, measure) if mb else .055, .1, mb)
+        _write_points(
+            axes,
+            i,
+            [
+                (p[measure], _short(p["method"]), f"{p[measure]:.2f}", looks[p["method"]]["color"])
+                for p in points
+                if p["tasks"] == n
+            ],
+            0.05 * _decades(points, measure) if mb else 0.055,
+            0.1,
+            mb,
+        )
     if mb: axes.set_yscale("log"); axes.margins(y=.12); axes.yaxis.set_major_formatter("{x:g}")
     else: axes.set_ylim(0, 1.08)
-    if measure == "MB large": axes.axhline(2.5, color="black", linewidth=.8, linestyle=":", label="2.5 MB")
+    if measure == "MB large":
+        axes.axhline(2.5, color="black", linewidth=.8, linestyle=":", label="2.5 MB")
     axes.set_ylabel(_AXES.get(measure, f"{measure} (share of 1)"), fontsize=9)
 
+# %% ../../nbs/study/02_curves.ipynb #efa1da96
 def _decades(points, measure):
     "How many powers of ten the values span, at least half of one."
     return max(.5, float(np.ptp(np.log10([p[measure] for p in points])))) if points else 1.
 
-_AXES = {"AUC": "AUC of retained accuracy\n(share of 1)", "final": "mean score at the end\n(share of 1)", "MB mini": "MB kept, mini backbone\n(measured)", "MB large": "MB kept, d = 4096, 32 layers\n(computed)"}
+_AXES = {
+    "AUC": "AUC of retained accuracy\n(share of 1)",
+    "final": "mean score at the end\n(share of 1)",
+    "MB mini": "MB kept, mini backbone\n(measured)",
+    "MB large": "MB kept, d = 4096, 32 layers\n(computed)",
+}
 
 # %% ../../nbs/study/02_curves.ipynb #845f9e70
 def _bytes_panel(axes, points, mb, measure, looks, control):
-    "One length of stream: the family's curve over its sizes, everything else as points, the control's level."
+    """One length of stream: the family's curve over its sizes, everything else as points, the
+    control's level."""
     plain_axes(axes)
     curve = sorted((p[mb], p[measure]) for p in points if p["method"].startswith("himalaya"))
     axes.plot(*zip(*curve), color=DARK, linewidth=1) if curve else None
     for p in points:
-        axes.plot(p[mb], p[measure], linestyle="none", markersize=5, zorder=5, marker=looks[p["method"]]["marker"], color=looks[p["method"]]["color"], label=p["method"])
-        if p["method"] == control: axes.axhline(p[measure], color=MIDDLE, linewidth=.8, linestyle=":")
+        axes.plot(
+            p[mb],
+            p[measure],
+            linestyle="none",
+            markersize=5,
+            zorder=5,
+            marker=looks[p["method"]]["marker"],
+            color=looks[p["method"]]["color"],
+            label=p["method"],
+        )
+        if p["method"] == control:
+            axes.axhline(p[measure], color=MIDDLE, linewidth=.8, linestyle=":")
     wide = max(p[mb] for p in points)
     for p, y in zip(points, _apart([p[measure] for p in points], .075)):
         right = p[mb] > .6 * wide
-        axes.annotate(f"{_short(p['method'])}  {p[measure]:.2f}", (p[mb], p[measure]), (p[mb] + (-.05 if right else .05) * wide, y), ha="right" if right else "left", color=looks[p["method"]]["color"], **_LABEL)
+        axes.annotate(
+            f"{_short(p['method'])}  {p[measure]:.2f}",
+            (p[mb], p[measure]),
+            (p[mb] + (-0.05 if right else 0.05) * wide, y),
+            ha="right" if right else "left",
+            color=looks[p["method"]]["color"],
+            **_LABEL,
+        )
     axes.set_xlim(0, 1.12 * wide)
     axes.set_ylim(0, 1.08)
 
+# %% ../../nbs/study/02_curves.ipynb #29b72026
 def bytes_chart(
     points: list[dict], # from `curve_points`
     measure: str = "AUC", # or "final"
     control: str = CONTROL,
 ) -> Chart: # topic bytes_{measure}
-    "The measure against MB kept: the upper row measured at the mini scale, the lower computed for d = 4096 and 32 layers."
+    """The measure against MB kept: the upper row measured at the mini scale, the lower computed for
+    d = 4096 and 32 layers."""
     looks, lengths = _looks(points, control), sorted({p["tasks"] for p in points})
     sizes = [mb for mb in ("MB mini", "MB large") if any(p[mb] is not None for p in points)]
-    figure, grid = new_figure(2.5 * len(lengths) + .6, 2.9 * len(sizes) + .5, len(sizes), len(lengths))
+    figure, grid = new_figure(
+        2.5 * len(lengths) + 0.6, 2.9 * len(sizes) + 0.5, len(sizes), len(lengths)
+    )
     for row, mb in zip(grid, sizes):
         for axes, n in zip(row, lengths):
             here = [p for p in points if p["tasks"] == n and p[mb] is not None]
@@ -220,7 +380,14 @@ def bytes_chart(
             axes.set_xlabel(_AXES[mb].replace("\n", " "), fontsize=7.5)
         row[0].set_ylabel(_AXES.get(measure, measure), fontsize=9)
     handles = dict(zip(*grid[0][0].get_legend_handles_labels()[::-1]))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=7.5,
+        frameon=False,
+    )
     return Chart(f"bytes_{measure.replace(' ', '_')}", figure)
 
 # %% ../../nbs/study/02_curves.ipynb #fdcd2b73
@@ -231,5 +398,11 @@ def curve_report(
 ) -> list: # Tables and Charts, for display(*...)
     "Points, crossings and figures."
     points = curve_points(records, lengths)
-    return [curve_table(points), crossing_table(points, control), tasks_chart(points, control), tasks_chart(points, control, ("MB mini", "MB large")),
-            bytes_chart(points, "AUC", control), bytes_chart(points, "final", control)]
+    return [
+        curve_table(points),
+        crossing_table(points, control),
+        tasks_chart(points, control),
+        tasks_chart(points, control, ("MB mini", "MB large")),
+        bytes_chart(points, "AUC", control),
+        bytes_chart(points, "final", control),
+    ]

@@ -24,7 +24,9 @@ import torch
 from .claims import Finding, shown_figure
 from ..hest.controller import FactorisedController, UnfactorisedController
 from .energy_standings import score_of
-from ..compare.pairs import bca_interval, by_pair, effect_size, holm, is_number, median_interval, sign_flip_p
+from himalaya_hest.compare.pairs import (
+    bca_interval, by_pair, effect_size, holm, is_number, median_interval, sign_flip_p,
+)
 from ..measures.records import Table, run_role
 from ..compare.figures import DARK, MIDDLE, Chart, new_figure, plain_axes
 from ..compare.standings import MAIN_PAIRS
@@ -35,14 +37,20 @@ BENCHMARKS = ("answer_time", "controller_share", "block_speed", "energy_claims",
 @dataclass
 class EnergyEvidence:
     "What Study 2's claims are judged by; what is missing is empty."
-    directions: dict = field(default_factory=dict) # method → (seed, order_seed) → record: gates over an adapter's directions
+    # method → (seed, order_seed) → record: gates over an adapter's directions
+    directions: dict = field(default_factory=dict)
     blocks: dict = field(default_factory=dict) # the same: gates over blocks
     hest: str = "" # the method of `blocks` on which the verdict is
     measured: dict = field(default_factory=dict) # benchmark → its record
-    grids: tuple = ("cnndm", "cnndm_blocks", "cnndm_pareto", "cnndm_pairs") # of the directions, of the blocks
+    # of the directions, of the blocks
+    grids: tuple = ("cnndm", "cnndm_blocks", "cnndm_pareto", "cnndm_pairs")
     def named(self, adapter: str, scope: str = "blocks") -> list[str]:
         "The methods whose runs are of this adapter."
-        return [m for m, runs in getattr(self, scope).items() if next(iter(runs.values()))["config"]["adapter"] == adapter]
+        return [
+            m
+            for m, runs in getattr(self, scope).items()
+            if next(iter(runs.values()))["config"]["adapter"] == adapter
+        ]
     def is_part(self, method: str) -> bool:
         "Whether a method over blocks is proposed or a rival, and no ablation."
         return run_role(next(iter(self.blocks[method].values()))) != "ablation"
@@ -51,20 +59,43 @@ class EnergyEvidence:
         return [m for m in self.named("hest") if self.is_part(m)]
     def command(self, *names, scope: str = "blocks") -> str:
         "What makes the runs of these methods; of none, the grid that would."
-        there = dict.fromkeys(r["command"] for n in names for r in getattr(self, scope).get(n, {}).values() if "command" in r)
-        return "; ".join(there) or f"python bench/grid.py bench/grids/{self.grids[scope == 'blocks']}.yaml"
-    def bench(self, name: str) -> str: return self.measured.get(name, {}).get("command", f"python bench/{name}.py")
+        there = dict.fromkeys(
+            r["command"]
+            for n in names
+            for r in getattr(self, scope).get(n, {}).values()
+            if "command" in r
+        )
+        return (
+            "; ".join(there)
+            or f"python bench/grid.py bench/grids/{self.grids[scope == 'blocks']}.yaml"
+        )
+    def bench(self, name: str) -> str:
+        return self.measured.get(name, {}).get("command", f"python bench/{name}.py")
 
 # %% ../../nbs/study/05_energy_claims.ipynb #2fbe0bd3
 def _same_run(record):
     c = record["config"]
-    return json.dumps([c["adapter"], c.get("preset"), c.get("adapter_config"), c.get("training"), c.get("seed"), c.get("order_seed")], sort_keys=True)
+    return json.dumps(
+        [
+            c["adapter"],
+            c.get("preset"),
+            c.get("adapter_config"),
+            c.get("training"),
+            c.get("seed"),
+            c.get("order_seed"),
+        ],
+        sort_keys=True,
+    )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #a2c5e850
 def read_energy_evidence(
     folder: str | Path = "records", # of all committed records
     directions: str = "cnndm", # folder in it
-    blocks: tuple = ("cnndm_blocks", "cnndm_pareto", "cnndm_pairs"), # folders in it; a run that is in several is taken from the first
-    hest: str = "", # method of the verdict; empty: the proposed HEST with the most pairs, of equals with the fewest settings
+    # folders in it; a run that is in several is taken from the first
+    blocks: tuple = ("cnndm_blocks", "cnndm_pareto", "cnndm_pairs"),
+    # method of the verdict; empty: the proposed HEST with the most pairs, of equals with the
+    # fewest settings
+    hest: str = "",
 ) -> EnergyEvidence:
     "Everything the claims need, as far as it is there."
     folder = Path(folder)
@@ -73,8 +104,17 @@ def read_energy_evidence(
     runs = {}
     for r in (r for b in blocks for r in of(b)): runs.setdefault(_same_run(r), r)
     found = [by_pair(rs) if rs else {} for rs in (of(directions), list(runs.values()))]
-    e = EnergyEvidence(*found, hest, {p.stem: read(p) for b in BENCHMARKS for p in sorted(folder.glob(f"{b}.json"))}, (directions, *blocks))
-    if hest and hest not in e.blocks: raise ValueError(f"no runs of {hest!r} in {', '.join(blocks)}; of HEST there are: {'; '.join(e.named('hest')) or 'none'}")
+    e = EnergyEvidence(
+        *found,
+        hest,
+        {p.stem: read(p) for b in BENCHMARKS for p in sorted(folder.glob(f"{b}.json"))},
+        (directions, *blocks),
+    )
+    if hest and hest not in e.blocks:
+        raise ValueError(
+            f"no runs of {hest!r} in {', '.join(blocks)}; of HEST there are: "
+            f"{'; '.join(e.named('hest')) or 'none'}"
+        )
     e.hest = hest or max(e.proposed(), key=lambda m: (len(e.blocks[m]), -m.count(",")), default="")
     return e
 
@@ -90,10 +130,37 @@ def made_up_energy(
     for name, (adapter, config, score, energy) in methods.items():
         for i in range(n):
             wave = .01 * math.sin(3 * i + len(name))
-            out.setdefault(name, {})[i, i] = dict(run_id=f"{name}-{i}", role="proposed" if adapter == "hest" else "baseline", command="python bench/grid.py made_up.yaml", matrix=[[score]], tasks=["t"], world=dict(digest="w", stream="toy"),
-                config=dict(adapter=adapter, preset="default", scale="mini", seed=i, order_seed=i, adapter_config=config, e_max=config.get("e_max")),
-                summary=dict(rougeL=score + .02 * math.cos(i) + wave, energy_share=energy * (1 + wave), scope_energy_share=scope_share, scope_energy_share_max=1.5 * scope_share, latency_p99_ms=40. + i, controller_parameters=100, joules_source="modelled: x") | summary,
-                energy=dict(scope_energy_share=[.5 * scope_share, 1.5 * scope_share], energy_share=[energy] * 2))
+            out.setdefault(name, {})[i, i] = dict(
+                run_id=f"{name}-{i}",
+                role="proposed" if adapter == "hest" else "baseline",
+                command="python bench/grid.py made_up.yaml",
+                matrix=[[score]],
+                tasks=["t"],
+                world=dict(digest="w", stream="toy"),
+                config=dict(
+                    adapter=adapter,
+                    preset="default",
+                    scale="mini",
+                    seed=i,
+                    order_seed=i,
+                    adapter_config=config,
+                    e_max=config.get("e_max"),
+                ),
+                summary=dict(
+                    rougeL=score + 0.02 * math.cos(i) + wave,
+                    energy_share=energy * (1 + wave),
+                    scope_energy_share=scope_share,
+                    scope_energy_share_max=1.5 * scope_share,
+                    latency_p99_ms=40.0 + i,
+                    controller_parameters=100,
+                    joules_source="modelled: x",
+                )
+                | summary,
+                energy=dict(
+                    scope_energy_share=[0.5 * scope_share, 1.5 * scope_share],
+                    energy_share=[energy] * 2,
+                ),
+            )
     return out
 
 # %% ../../nbs/study/05_energy_claims.ipynb #5e4f373e
@@ -113,21 +180,32 @@ def ruled(
     if above: low, high, limit = -high, -low, -limit
     return HOLDS if high <= limit else FAILS if low > limit else CANNOT
 
+# %% ../../nbs/study/05_energy_claims.ipynb #08bc6c0f
 def interval_of(
     values, # (n,) one a pair
 ) -> tuple[float, float, float]: # mean, and its BCa interval: nan with fewer than ten pairs
     "Mean and interval over pairs, where there are enough for a verdict."
-    return float(np.mean(values)), *(bca_interval(np.round(values, 12)) if len(values) >= MAIN_PAIRS else (math.nan, math.nan)) # ratios that are equal but for the last digit
+    # ratios that are equal but for the last digit
+    return float(np.mean(values)), *(
+        bca_interval(np.round(values, 12)) if len(values) >= MAIN_PAIRS else (math.nan, math.nan)
+    )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #5301cc53
 def shared(
     ours: dict, # (seed, order_seed) → record
     theirs: dict,
     key: str, # of the summary
 ) -> tuple[np.ndarray, np.ndarray]: # ours, theirs, of the pairs that both have
     "Values of the summary within pairs."
-    found = [(a, b) for p in sorted(ours.keys() & theirs.keys()) if is_number(a := ours[p]["summary"].get(key)) and is_number(b := theirs[p]["summary"].get(key))]
+    found = [
+        (a, b)
+        for p in sorted(ours.keys() & theirs.keys())
+        if is_number(a := ours[p]["summary"].get(key))
+        and is_number(b := theirs[p]["summary"].get(key))
+    ]
     return tuple(np.array(found, dtype=float).reshape(-1, 2).T)
 
+# %% ../../nbs/study/05_energy_claims.ipynb #4b8dd26f
 def margin_of(runs: dict) -> float: # by the scale of a method's runs
     "What may be lost."
     return MARGINS.get(next(iter(runs.values()))["config"].get("scale"), .003)
@@ -143,8 +221,16 @@ def time_ratio(
     "Measured time of one method over that of another, trained gates on the study's backbone."
     rounds = {}
     for r in e.measured.get("answer_time", {}).get("rows", []):
-        if (r["batch_size"], r["phase"]) == (batch_size, phase): rounds[r["run_id"] or r["method"]] = r["ms_rounds"]
-    of = lambda m: next((rounds[i] for i in [m, *(r["run_id"] for r in e.blocks.get(m, {}).values())] if i in rounds), None)
+        if (r["batch_size"], r["phase"]) == (batch_size, phase):
+            rounds[r["run_id"] or r["method"]] = r["ms_rounds"]
+    of = lambda m: next(
+        (
+            rounds[i]
+            for i in [m, *(r["run_id"] for r in e.blocks.get(m, {}).values())]
+            if i in rounds
+        ),
+        None,
+    )
     if (a := of(ours)) is None or (b := of(theirs)) is None: return None
     ratios = np.array(a) / np.array(b)
     return float(np.median(ratios)), *median_interval(ratios)
@@ -176,6 +262,7 @@ class Duel:
         if self.n < MAIN_PAIRS or by == "faster" and self.time is None: return CANNOT
         return HOLDS if (self.as_good, getattr(self, by)) == (HOLDS, HOLDS) else FAILS
 
+# %% ../../nbs/study/05_energy_claims.ipynb #2bc5a4a4
 def duel(
     e: EnergyEvidence,
     ours: str, # methods of the scope
@@ -189,7 +276,20 @@ def duel(
     x, y = shared(a, b, score_of([*a.values(), *b.values()]))
     u, v = shared(a, b, "energy_share")
     p = sign_flip_p(x - y) if len(x) >= MAIN_PAIRS else math.nan
-    return Duel(ours, theirs, mask or theirs, len(x), (float(x.mean()), float(y.mean())), interval_of(x - y), p, effect_size(x - y), (float(u.mean()), float(v.mean())), interval_of(u / v), time_ratio(e, ours, theirs), margin_of(a))
+    return Duel(
+        ours,
+        theirs,
+        mask or theirs,
+        len(x),
+        (float(x.mean()), float(y.mean())),
+        interval_of(x - y),
+        p,
+        effect_size(x - y),
+        (float(u.mean()), float(v.mean())),
+        interval_of(u / v),
+        time_ratio(e, ours, theirs),
+        margin_of(a),
+    )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #8d884bb9
 MASKS = ("random-mask", "depth-mask")
@@ -199,12 +299,22 @@ def cheapest_as_good(
     mask: str, # adapter: random-mask or depth-mask
     ours: str, # method whose score is to be reached
 ) -> str | None: # the opponent; None where nothing can be compared
-    "The cheapest setting of a mask that is not shown to be worse than ours by more than the margin; of none, the best one."
+    """The cheapest setting of a mask that is not shown to be worse than ours by more than the
+    margin; of none, the best one."""
     found = [d for m in [*e.named(mask), *e.named("int8")] if (d := duel(e, ours, m))]
     if not any(d.opponent in e.named(mask) for d in found): return None
-    good = [d for d in found if (d.difference[1] if is_number(d.difference[1]) else d.difference[0]) <= d.margin]
-    return min(good, key=lambda d: d.shares[1]).opponent if good else min(found, key=lambda d: d.difference[0]).opponent
+    good = [
+        d
+        for d in found
+        if (d.difference[1] if is_number(d.difference[1]) else d.difference[0]) <= d.margin
+    ]
+    return (
+        min(good, key=lambda d: d.shares[1]).opponent
+        if good
+        else min(found, key=lambda d: d.difference[0]).opponent
+    )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #cdd049db
 def duels(
     e: EnergyEvidence,
     ours: str = "", # method; empty: that of the verdict
@@ -216,14 +326,63 @@ def duels(
         if theirs := cheapest_as_good(e, mask, ours): found.append(duel(e, ours, theirs, mask))
     return [d for d in found if d]
 
+# %% ../../nbs/study/05_energy_claims.ipynb #5656595e
 def verdict_table(
     found: list[Duel],
 ) -> Table: # a row an opponent
     "The comparison behind the verdict."
-    rows = [[d.mask, d.opponent, d.n, *d.scores, *d.difference, p, d.d_z, d.as_good, *d.shares, *d.energy, d.cheaper, *(d.time or [None] * 3), d.faster, d.earned()] for d, p in zip(found, _corrected([d.p for d in found]))]
-    columns = ["against", "its setting", "n", "ROUGE-L", "theirs", "difference", "95 % from", "to", "p (Holm)", "d_z", "as good", "energy share", "their share", "ratio", "ratio from", "ratio to", "10 % less energy", "time ratio", "time from", "time to", "10 % less time", "earned by energy"]
-    return Table(f"{found[0].method if found else 'HEST'} within n pairs: as good where the difference is at least −{found[0].margin if found else .03}; energy modelled, end to end; time measured at batch 1", columns, rows)
+    rows = [
+        [
+            d.mask,
+            d.opponent,
+            d.n,
+            *d.scores,
+            *d.difference,
+            p,
+            d.d_z,
+            d.as_good,
+            *d.shares,
+            *d.energy,
+            d.cheaper,
+            *(d.time or [None] * 3),
+            d.faster,
+            d.earned(),
+        ]
+        for d, p in zip(found, _corrected([d.p for d in found]))
+    ]
+    columns = [
+        "against",
+        "its setting",
+        "n",
+        "ROUGE-L",
+        "theirs",
+        "difference",
+        "95 % from",
+        "to",
+        "p (Holm)",
+        "d_z",
+        "as good",
+        "energy share",
+        "their share",
+        "ratio",
+        "ratio from",
+        "ratio to",
+        "10 % less energy",
+        "time ratio",
+        "time from",
+        "time to",
+        "10 % less time",
+        "earned by energy",
+    ]
+    return Table(
+        f"{found[0].method if found else 'HEST'} within n pairs: as good where the "
+        f"difference is at least −{found[0].margin if found else .03}; energy modelled, "
+        "end to end; time measured at batch 1",
+        columns,
+        rows,
+    )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #0a5f129c
 def _corrected(p):
     "Holm's correction over those that are known."
     known = [i for i, x in enumerate(p) if is_number(x)]
@@ -234,30 +393,69 @@ def _corrected(p):
 # %% ../../nbs/study/05_energy_claims.ipynb #0cf679f8
 def _range(x, signed=False):
     sign = "+" if signed else ""
-    return f"{x[0]:{sign}.3f}" + ("" if math.isnan(x[1]) else f" [{x[1]:{sign}.3f}, {x[2]:{sign}.3f}]")
+    return f"{x[0]:{sign}.3f}" + (
+        "" if math.isnan(x[1]) else f" [{x[1]:{sign}.3f}, {x[2]:{sign}.3f}]"
+    )
 
 def _against(d, by):
     "One opponent, in words."
-    whom = "uniform int8" if d.mask == "int8" else f"{d.mask} (its cheapest not shown to be worse: {d.opponent})"
+    whom = (
+        "uniform int8"
+        if d.mask == "int8"
+        else f"{d.mask} (its cheapest not shown to be worse: {d.opponent})"
+    )
     ratio = d.energy if by == "cheaper" else d.time
-    return f"{whom}: ROUGE-L {_range(d.difference, True)} at {_range(ratio)} of its {'energy' if by == 'cheaper' else 'time'}, n = {d.n} – {dict(zip((HOLDS, FAILS, CANNOT), ('earned', 'not earned', 'cannot be told')))[d.earned(by)]}"
+    return (
+        f"{whom}: ROUGE-L {_range(d.difference, True)} at {_range(ratio)} of its "
+        f"{'energy' if by == 'cheaper' else 'time'}, n = {d.n} – "
+        f"{dict(zip((HOLDS, FAILS, CANNOT), ('earned', 'not earned', 'cannot be told')))[d.earned(by)]}"
+    )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #3ea4afe0
 def verdict_told(
     e: EnergyEvidence,
     ours: str = "", # method; empty: that of the verdict
 ) -> str: # Markdown
     "Whether the controller earns its place, against what and by how much."
-    if ours and ours not in e.blocks: raise ValueError(f"no method over blocks is called {ours!r}; there are {', '.join(e.blocks) or 'none'}")
+    if ours and ours not in e.blocks:
+        raise ValueError(
+            f"no method over blocks is called {ours!r}; there are "
+            f"{', '.join(e.blocks) or 'none'}"
+        )
     ours = ours or e.hest
     found, wanted = duels(e, ours), {"int8", *MASKS}
-    if not found: return f"Whether the controller earns its place **cannot be told**: HEST over blocks and masks without a controller were not run yet (`{e.command()}`)."
+    if not found:
+        return (
+            "Whether the controller earns its place **cannot be told**: HEST over blocks "
+            f"and masks without a controller were not run yet (`{e.command()}`)."
+        )
     missing, out = sorted(wanted - {d.mask for d in found}), []
-    for by, unit in (("cheaper", "modelled energy"), ("faster", f"measured time at d = {_width(e)}")):
+    for by, unit in (
+        ("cheaper", "modelled energy"),
+        ("faster", f"measured time at d = {_width(e)}"),
+    ):
         part = [d for d in found if by == "cheaper" or d.time]
-        if not part: out.append(f"By {unit}, **it cannot be told**: not measured yet (`{e.bench('answer_time')}`)."); continue
+        if not part:
+            out.append(
+                f"By {unit}, **it cannot be told**: not measured yet "
+                f"(`{e.bench('answer_time')}`)."
+            )
+            continue
         said = {d.earned(by) for d in part}
-        verdict = "does not earn its place" if FAILS in said else "cannot be told to earn its place" if CANNOT in said or missing or len(part) < len(found) else "earns its place"
-        out.append(f"By {unit}, **the controller {verdict}** ({ours}). Against " + "; against ".join(_against(d, by) for d in part) + ".")
+        verdict = (
+            "does not earn its place"
+            if FAILS in said
+            else (
+                "cannot be told to earn its place"
+                if CANNOT in said or missing or len(part) < len(found)
+                else "earns its place"
+            )
+        )
+        out.append(
+            f"By {unit}, **the controller {verdict}** ({ours}). Against "
+            + "; against ".join(_against(d, by) for d in part)
+            + "."
+        )
     return " ".join(out + [f"Not run yet: {', '.join(missing)}."] * bool(missing))
 
 def _width(e): return e.measured.get("answer_time", {}).get("width", "?")
@@ -270,18 +468,36 @@ def curve_of(
 ) -> str: # the name without the parameters along a curve
     "The curve that a method is a point of; a target below the bound makes one of its own."
     named = {p: p.removeprefix("adapter_config.").split(" ")[0] for p in method.split(", ")}
-    return ", ".join([p for p, n in named.items() if n not in ALONG] + ["by target"] * ("target" in named.values()))
+    return ", ".join(
+        [p for p, n in named.items() if n not in ALONG]
+        + ["by target"] * ("target" in named.values())
+    )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #1de5a266
 def settings_of(
     e: EnergyEvidence,
     mask: str, # adapter
 ) -> list[str]: # methods
-    "The settings of a mask, and uniform int8, on the upper hull of mean score over mean energy: any other is below one that is no dearer, or below a mixture of two."
+    """The settings of a mask, and uniform int8, on the upper hull of mean score over mean energy:
+    any other is below one that is no dearer, or below a mixture of two."""
     names, hull = [*e.named(mask), *e.named("int8")[:1]], []
-    points = sorted((_mean(e.blocks[m], "energy_share"), _mean(e.blocks[m], score_of(list(e.blocks[m].values()))), m) for m in names)
+    points = sorted(
+        (
+            _mean(e.blocks[m], "energy_share"),
+            _mean(e.blocks[m], score_of(list(e.blocks[m].values()))),
+            m,
+        )
+        for m in names
+    )
     best = max((y for _, y, _ in points), default=0)
     for x, y, m in points:
-        while hull and (hull[-1][0] == x or len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) <= (y - hull[-2][1]) * (hull[-1][0] - hull[-2][0])): hull.pop()
+        while hull and (
+            hull[-1][0] == x
+            or len(hull) > 1
+            and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0])
+            <= (y - hull[-2][1]) * (hull[-1][0] - hull[-2][0])
+        ):
+            hull.pop()
         hull.append((x, y, m))
         if y == best: break
     return [m for *_, m in hull]
@@ -295,6 +511,7 @@ def mask_at(
     x, y = zip(*sorted(points))
     return float(np.interp(energy, x, y)) if energy >= x[0] else None
 
+# %% ../../nbs/study/05_energy_claims.ipynb #b9308f4c
 def equal_energy(
     e: EnergyEvidence,
     ours: str,
@@ -307,9 +524,11 @@ def equal_energy(
     found = []
     for pair, r in runs.items():
         if len(names) < 2 or not all(pair in e.blocks[m] for m in names): continue
-        if (theirs := mask_at([of(e.blocks[m][pair]) for m in names], of(r)[0])) is not None: found.append((of(r)[1], theirs))
+        if (theirs := mask_at([of(e.blocks[m][pair]) for m in names], of(r)[0])) is not None:
+            found.append((of(r)[1], theirs))
     return tuple(np.array(found).reshape(-1, 2).T)
 
+# %% ../../nbs/study/05_energy_claims.ipynb #bcb37b27
 def equal_energy_table(
     e: EnergyEvidence,
 ) -> Table: # a row for each setting of HEST and each mask
@@ -320,16 +539,48 @@ def equal_energy_table(
             a, b = equal_energy(e, m, mask)
             if not len(a): continue
             d = a - b
-            rows.append([m, mask, len(d), _mean(e.blocks[m], "energy_share"), float(a.mean()), float(b.mean()), *interval_of(d), sign_flip_p(d) if len(d) >= MAIN_PAIRS else math.nan, effect_size(d), ruled(*interval_of(d)[1:], 0., above=True)])
+            rows.append(
+                [
+                    m,
+                    mask,
+                    len(d),
+                    _mean(e.blocks[m], "energy_share"),
+                    float(a.mean()),
+                    float(b.mean()),
+                    *interval_of(d),
+                    sign_flip_p(d) if len(d) >= MAIN_PAIRS else math.nan,
+                    effect_size(d),
+                    ruled(*interval_of(d)[1:], 0.0, above=True),
+                ]
+            )
     for row, p in zip(rows, _corrected([r[9] for r in rows])): row[9] = p
-    return Table("HEST and a mask of the same modelled energy, within n pairs", ["HEST", "mask", "n", "energy share", "ROUGE-L", "mask's", "difference", "95 % from", "to", "p (Holm)", "d_z", "above the mask"], rows)
+    return Table(
+        "HEST and a mask of the same modelled energy, within n pairs",
+        [
+            "HEST",
+            "mask",
+            "n",
+            "energy share",
+            "ROUGE-L",
+            "mask's",
+            "difference",
+            "95 % from",
+            "to",
+            "p (Holm)",
+            "d_z",
+            "above the mask",
+        ],
+        rows,
+    )
 
 def _mean(runs, key): return float(np.mean([r["summary"][key] for r in runs.values()]))
 
 # %% ../../nbs/study/05_energy_claims.ipynb #d5790766
 def pareto_points(
     e: EnergyEvidence,
-    x: str = "energy_share", # or time: measured, of an answer at batch 1 over the bare backbone in fp32; time 8: at batch 8
+    # or time: measured, of an answer at batch 1 over the bare backbone in fp32; time 8: at batch
+    # 8
+    x: str = "energy_share",
     ablations: bool = False, # with those, too
 ) -> list[dict]: # curve, method, n, x, and the score with its interval
     "A point a method, along each curve from the cheapest on; those without an x are left out."
@@ -338,33 +589,105 @@ def pareto_points(
         if not ablations and not e.is_part(m): continue
         score = score_of(list(runs.values()))
         y = [r["summary"][score] for r in runs.values()]
-        if x == "energy_share": where = (_mean(runs, x), *bca_interval(np.round([r["summary"][x] for r in runs.values()], 12)))
+        if x == "energy_share":
+            where = (
+                _mean(runs, x),
+                *bca_interval(np.round([r["summary"][x] for r in runs.values()], 12)),
+            )
         elif (where := time_ratio(e, m, "fp32", 8 if x.endswith("8") else 1)) is None: continue
-        out.append(dict(curve=curve_of(m), method=m, n=len(y), x=where[0], x_low=where[1], x_high=where[2], score=float(np.mean(y)), **dict(zip(("low", "high"), bca_interval(y)))))
+        out.append(
+            dict(
+                curve=curve_of(m),
+                method=m,
+                n=len(y),
+                x=where[0],
+                x_low=where[1],
+                x_high=where[2],
+                score=float(np.mean(y)),
+                **dict(zip(("low", "high"), bca_interval(y))),
+            )
+        )
     return sorted(out, key=lambda p: (p["curve"], p["x"]))
 
+# %% ../../nbs/study/05_energy_claims.ipynb #91839ca0
 def pareto_table(
     e: EnergyEvidence,
 ) -> Table: # a row a method, by curve
-    "Every setting with its score, its energy, its measured time and whether it keeps the margin to uniform int8."
+    """Every setting with its score, its energy, its measured time and whether it keeps the margin
+    to uniform int8."""
     int8, rows = next(iter(e.named("int8")), ""), []
     for p in pareto_points(e, ablations=True):
-        d, one, many = duel(e, p["method"], int8), time_ratio(e, p["method"], "fp32"), time_ratio(e, p["method"], "fp32", 8)
+        d, one, many = (
+            duel(e, p["method"], int8),
+            time_ratio(e, p["method"], "fp32"),
+            time_ratio(e, p["method"], "fp32", 8),
+        )
         keeps = None if p["method"] == int8 or d is None else d.as_good
-        rows.append([p["curve"], ", ".join(x for x in p["method"].split(", ") if x not in p["curve"].split(", ")) or "–", p["n"], p["x"], p["score"], p["low"], p["high"], d and d.difference[0], keeps, one and one[0], many and many[0]])
-    return Table("Settings over n pairs; energy modelled, end to end; time of an answer over the bare backbone's in fp32", ["method", "setting", "n", "energy share", "ROUGE-L", "95 % from", "to", "less int8's", "keeps the margin", "time, batch 1", "time, batch 8"], rows)
+        rows.append(
+            [
+                p["curve"],
+                ", ".join(x for x in p["method"].split(", ") if x not in p["curve"].split(", "))
+                or "–",
+                p["n"],
+                p["x"],
+                p["score"],
+                p["low"],
+                p["high"],
+                d and d.difference[0],
+                keeps,
+                one and one[0],
+                many and many[0],
+            ]
+        )
+    return Table(
+        "Settings over n pairs; energy modelled, end to end; time of an answer over the "
+        "bare backbone's in fp32",
+        [
+            "method",
+            "setting",
+            "n",
+            "energy share",
+            "ROUGE-L",
+            "95 % from",
+            "to",
+            "less int8's",
+            "keeps the margin",
+            "time, batch 1",
+            "time, batch 8",
+        ],
+        rows,
+    )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #0df6fd94
-X_LABELS = {"energy_share": "energy of the whole forward pass over the bare backbone in fp (modelled)", "time": "measured time of an answer over the bare backbone in fp32, batch 1", "time 8": "measured time of an answer over the bare backbone in fp32, batch 8"}
-_LOOKS = [(DARK, "o", "-"), (MIDDLE, "s", "--"), ("#6b7686", "^", "-."), ("black", "D", ":"), ("#9b4d16", "v", "-"), ("#4a7fb5", "P", "--"), ("#a8b0bb", "X", "-."), ("#2d5a3d", "<", ":"), ("#c48a56", ">", "-")]
+X_LABELS = {
+    "energy_share": "energy of the whole forward pass over the bare backbone in fp (modelled)",
+    "time": "measured time of an answer over the bare backbone in fp32, batch 1",
+    "time 8": "measured time of an answer over the bare backbone in fp32, batch 8",
+}
+_LOOKS = [
+    (DARK, "o", "-"),
+    (MIDDLE, "s", "--"),
+    ("#6b7686", "^", "-."),
+    ("black", "D", ":"),
+    ("#9b4d16", "v", "-"),
+    ("#4a7fb5", "P", "--"),
+    ("#a8b0bb", "X", "-."),
+    ("#2d5a3d", "<", ":"),
+    ("#c48a56", ">", "-"),
+]
 
 def pareto_curve(
     e: EnergyEvidence,
     x: str = "energy_share", # or time, time 8
 ) -> Chart: # topic pareto_energy_share, pareto_time, pareto_time_8
-    "ROUGE-L against energy or measured time: a curve a method, bands and bars are intervals over pairs. ValueError where nothing has that x."
+    """ROUGE-L against energy or measured time: a curve a method, bands and bars are intervals over
+    pairs. ValueError where nothing has that x."""
     points = pareto_points(e, x)
-    if not points: raise ValueError(f"no run has {x!r}: run {e.bench('answer_time') if x != 'energy_share' else e.command()}")
+    if not points:
+        raise ValueError(
+            f"no run has {x!r}: run "
+            f"{e.bench('answer_time') if x != 'energy_share' else e.command()}"
+        )
     names = list(dict.fromkeys(p["curve"] for p in points))
     figure, ((axes,),) = new_figure(7.6, 4.6 + .18 * -(-len(names) // 2))
     plain_axes(axes)
@@ -372,14 +695,34 @@ def pareto_curve(
     for (color, marker, style), name in zip(_LOOKS * len(names), names):
         of = [p for p in points if p["curve"] == name]
         at, y, low, high = (np.array([p[k] for p in of]) for k in ("x", "score", "low", "high"))
-        axes.plot(at, y, color=color, marker=marker, markersize=5, linestyle=style if len(of) > 1 else "none", linewidth=1.4, label=f"{name} (n = {min(p['n'] for p in of)})")
+        axes.plot(
+            at,
+            y,
+            color=color,
+            marker=marker,
+            markersize=5,
+            linestyle=style if len(of) > 1 else "none",
+            linewidth=1.4,
+            label=f"{name} (n = {min(p['n'] for p in of)})",
+        )
         if np.isnan(low).any(): pass
         elif len(of) > 1: axes.fill_between(at, low, high, color=color, alpha=.14, linewidth=0)
         else: axes.errorbar(at, y, [y - low, high - y], color=color, linewidth=1, capsize=3)
-        for a, b in zip(at, y): axes.annotate(f"{b:.2f}", (a, b), (0, 6), textcoords="offset points", ha="center", fontsize=6.5, color=color)
+        for a, b in zip(at, y):
+            axes.annotate(
+                f"{b:.2f}",
+                (a, b),
+                (0, 6),
+                textcoords="offset points",
+                ha="center",
+                fontsize=6.5,
+                color=color,
+            )
     if x != "energy_share": axes.axvline(1., color="black", linewidth=.7, linestyle=":")
-    axes.set_xlim(left=0); axes.set_ylim(0, 1.05 * float(np.nanmax([p[k] for p in points for k in ("score", "high")])))
-    axes.set_xlabel(X_LABELS[x], fontsize=9); axes.set_ylabel("ROUGE-L (share of 1, mean over pairs)", fontsize=9)
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1.05 * float(np.nanmax([p[k] for p in points for k in ("score", "high")])))
+    axes.set_xlabel(X_LABELS[x], fontsize=9)
+    axes.set_ylabel("ROUGE-L (share of 1, mean over pairs)", fontsize=9)
     figure.legend(loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
     return Chart(f"pareto_{x.replace(' ', '_')}", figure)
 
@@ -389,36 +732,82 @@ def main_method(
     adapter: str,
     scope: str = "blocks",
 ) -> str: # empty where none was run
-    "The method of an adapter that is compared: of HEST over blocks that of the verdict; else the one with the most pairs, of equals the one with the fewest settings."
+    """The method of an adapter that is compared: of HEST over blocks that of the verdict; else the
+    one with the most pairs, of equals the one with the fewest settings."""
     if adapter == "hest" and scope == "blocks": return e.hest
     runs = getattr(e, scope)
-    return min(e.named(adapter, scope), key=lambda m: (run_role(next(iter(runs[m].values()))) == "ablation", -len(runs[m]), "published" in m, m.count(",")), default="")
+    return min(
+        e.named(adapter, scope),
+        key=lambda m: (
+            run_role(next(iter(runs[m].values()))) == "ablation",
+            -len(runs[m]),
+            "published" in m,
+            m.count(","),
+        ),
+        default="",
+    )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #271fc13a
 def _finding(e, part, claim, names, scope="blocks", **more):
     return Finding(part, claim, CANNOT, command=e.command(*names, scope=scope), **more)
 
 def _said(f, n, found, here, *told, unit=""):
     "Figure, interval, n and verdict into a finding."
     f.figure, f.low, f.high, f.n, f.here, f.unit = *found, n, here, unit
-    f.told = "; ".join(t for t in (*told, f"a verdict needs {MAIN_PAIRS} pairs" * (n < MAIN_PAIRS)) if t)
+    f.told = "; ".join(
+        t for t in (*told, f"a verdict needs {MAIN_PAIRS} pairs" * (n < MAIN_PAIRS)) if t
+    )
     return f
 
 # %% ../../nbs/study/05_energy_claims.ipynb #18c6a17c
 def scores_and_savings(e: EnergyEvidence) -> list[Finding]:
     "Claim 1: HEST and TABS in equal scopes."
     out = []
-    for scope, parts in dict(directions=dict(a="a", b="b", c="c"), blocks=dict(a="d", c="e")).items(): # over blocks the scope is the whole forward pass
+    # over blocks the scope is the whole forward pass
+    for scope, parts in dict(
+        directions=dict(a="a", b="b", c="c"), blocks=dict(a="d", c="e")
+    ).items():
         ours, theirs = main_method(e, "hest", scope), main_method(e, "tabs", scope)
-        claims = dict(a="ROUGE-L equal to TABS'", b="at least 40 % less of the directions' energy than TABS (a setting: the budget is .6 of TABS' mean)", c="at least 40 % less energy of the whole forward pass than TABS")
-        fs = {l: _finding(e, "1" + number, f"Gates over {scope}: {claims[l]}", (ours, theirs), scope) for l, number in parts.items()}
+        claims = dict(
+            a="ROUGE-L equal to TABS'",
+            b="at least 40 % less of the directions' energy than TABS (a setting: the budget "
+            "is .6 of TABS' mean)",
+            c="at least 40 % less energy of the whole forward pass than TABS",
+        )
+        fs = {
+            l: _finding(e, "1" + number, f"Gates over {scope}: {claims[l]}", (ours, theirs), scope)
+            for l, number in parts.items()
+        }
         out += fs.values()
         if not (d := duel(e, ours, theirs, scope=scope)): continue
-        _said(fs["a"], d.n, d.difference, d.as_good, f"{d.scores[0]:.3f} of {ours} against {d.scores[1]:.3f} of {theirs}", f"held to −{d.margin}", f"p {d.p:.3f}" * is_number(d.p))
-        _said(fs["c"], d.n, d.energy, ruled(*d.energy[1:], .6), f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}", "held to .6")
+        _said(
+            fs["a"],
+            d.n,
+            d.difference,
+            d.as_good,
+            f"{d.scores[0]:.3f} of {ours} against {d.scores[1]:.3f} of {theirs}",
+            f"held to −{d.margin}",
+            f"p {d.p:.3f}" * is_number(d.p),
+        )
+        _said(
+            fs["c"],
+            d.n,
+            d.energy,
+            ruled(*d.energy[1:], 0.6),
+            f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}",
+            "held to .6",
+        )
         if "b" not in fs: continue
         u, v = shared(getattr(e, scope)[ours], getattr(e, scope)[theirs], "scope_energy_share")
         ratio = interval_of(u / v)
-        _said(fs["b"], d.n, ratio, ruled(*ratio[1:], .6), f"ratio of {u.mean():.3f} to {v.mean():.3f}", "held to .6")
+        _said(
+            fs["b"],
+            d.n,
+            ratio,
+            ruled(*ratio[1:], 0.6),
+            f"ratio of {u.mean():.3f} to {v.mean():.3f}",
+            "held to .6",
+        )
     return out
 
 # %% ../../nbs/study/05_energy_claims.ipynb #7984a9a9
@@ -427,13 +816,26 @@ def latencies(e: EnergyEvidence) -> list[Finding]:
     out, ours = [], main_method(e, "hest")
     for part, scope in (("2a", "directions"), ("2b", "blocks")):
         theirs = main_method(e, "tabs", scope)
-        f = _finding(e, part, f"p99 of a sample's latency 35 % below that with TABS over {scope}" + " (every block in fp)" * (scope == "directions"), (ours,))
+        f = _finding(
+            e,
+            part,
+            f"p99 of a sample's latency 35 % below that with TABS over {scope}"
+            + " (every block in fp)" * (scope == "directions"),
+            (ours,),
+        )
         out.append(f)
         if not ours or not theirs: continue
         a, b = shared(e.blocks[ours], getattr(e, scope)[theirs], "latency_p99_ms")
         if not len(a): f.told = "latency was not measured"; continue
         low, high = median_interval(a / b) if len(a) >= MAIN_PAIRS else (math.nan, math.nan)
-        _said(f, len(a), (float(np.median(a / b)), low, high), ruled(low, high, .65), f"median ratio of {np.median(a):.1f} ms to {np.median(b):.1f} ms", "held to .65")
+        _said(
+            f,
+            len(a),
+            (float(np.median(a / b)), low, high),
+            ruled(low, high, 0.65),
+            f"median ratio of {np.median(a):.1f} ms to {np.median(b):.1f} ms",
+            "held to .65",
+        )
     return out
 
 # %% ../../nbs/study/05_energy_claims.ipynb #60e0fd05
@@ -446,62 +848,151 @@ def controller_numbers(
     R: int, # directions
     k: int, # factors
 ) -> tuple[int, int]: # HEST's, TABS'; thresholds and biases apart
-    "Parameters of both controllers, from their shapes; the first block has no gate in scope blocks."
+    """Parameters of both controllers, from their shapes; the first block has no gate in scope
+    blocks."""
     rows, units = (L, R) if scope == "directions" else (L - 1, 1)
-    with torch.device("meta"): both = FactorisedController(d, rows, k), UnfactorisedController(d, rows, units)
+    with torch.device("meta"):
+        both = FactorisedController(d, rows, k), UnfactorisedController(d, rows, units)
     return tuple(sum(p.numel() for p in c.parameters()) for c in both)
 
+# %% ../../nbs/study/05_energy_claims.ipynb #753a111c
 def controllers(e: EnergyEvidence) -> list[Finding]:
     "Claim 3, here and by shapes."
     out = []
     for scope, letters in (("directions", "ab"), ("blocks", "cd")):
         ours, theirs = main_method(e, "hest", scope), main_method(e, "tabs", scope)
-        f = _finding(e, f"3{letters[0]}", f"Gates over {scope}: at least 90 % fewer controller parameters than TABS", (ours, theirs), scope)
-        a, b = (max((r["summary"].get("controller_parameters") or 0 for r in getattr(e, scope).get(m, {}).values()), default=0) for m in (ours, theirs))
+        f = _finding(
+            e,
+            f"3{letters[0]}",
+            f"Gates over {scope}: at least 90 % fewer controller parameters than TABS",
+            (ours, theirs),
+            scope,
+        )
+        a, b = (
+            max(
+                (
+                    r["summary"].get("controller_parameters") or 0
+                    for r in getattr(e, scope).get(m, {}).values()
+                ),
+                default=0,
+            )
+            for m in (ours, theirs)
+        )
         g = Finding(f"3{letters[1]}", "… at the size of Llama-2-7B, by shapes", command=ITSELF)
         for x, (a, b), n in ((f, (a, b), 1), (g, controller_numbers(scope, **FOUNDING), 0)):
-            if a and b: x.figure, x.n, x.here, x.unit, x.told = 1 - a / b, n, HOLDS if a <= .1 * b else FAILS, "%", f"{a:,} against {b:,}" + ", less than none is saved" * (a > b)
+            if a and b:
+                x.figure, x.n, x.here, x.unit, x.told = (
+                    1 - a / b,
+                    n,
+                    HOLDS if a <= 0.1 * b else FAILS,
+                    "%",
+                    f"{a:,} against {b:,}" + ", less than none is saved" * (a > b),
+                )
         out += [f, g]
     return out
 
 # %% ../../nbs/study/05_energy_claims.ipynb #46ef643a
 TOLERANCE = 1e-4 # of shares summed in float32
 
-def _bounded(record): return record["config"]["adapter_config"].get("hardening", "argmax" if record["config"].get("preset") == "published" else "bucket") == "bucket"
+def _bounded(record):
+    return (
+        record["config"]["adapter_config"].get(
+            "hardening", "argmax" if record["config"].get("preset") == "published" else "bucket"
+        )
+        == "bucket"
+    )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #6176954a
 def bound_kept(e: EnergyEvidence, scope: str, part: str) -> Finding:
     "HEST's largest sample over its bound, over all settings of HEST with a bucket."
-    runs = [(m, r) for m in e.named("hest", scope) for r in getattr(e, scope)[m].values() if _bounded(r) and r["config"].get("e_max") and r["energy"].get("scope_energy_share")]
-    f = _finding(e, part, f"Gates over {scope}: HEST never above E_max", {m: 0 for m, _ in runs}, scope, unit="of E_max")
+    runs = [
+        (m, r)
+        for m in e.named("hest", scope)
+        for r in getattr(e, scope)[m].values()
+        if _bounded(r) and r["config"].get("e_max") and r["energy"].get("scope_energy_share")
+    ]
+    f = _finding(
+        e,
+        part,
+        f"Gates over {scope}: HEST never above E_max",
+        {m: 0 for m, _ in runs},
+        scope,
+        unit="of E_max",
+    )
     if runs:
-        use = {r["run_id"]: max(r["summary"]["scope_energy_share_max"], *r["energy"]["scope_energy_share"]) / r["config"]["e_max"] for _, r in runs}
-        f.n, f.figure, f.here = sum(len(r["energy"]["scope_energy_share"]) for _, r in runs), max(use.values()), HOLDS if max(use.values()) <= 1 + TOLERANCE else FAILS
-        f.told = f"largest sample of n in {len(runs)} runs of {len(dict(runs))} settings; {sum(u > 1 + TOLERANCE for u in use.values())} runs above"
+        use = {
+            r["run_id"]: max(
+                r["summary"]["scope_energy_share_max"], *r["energy"]["scope_energy_share"]
+            )
+            / r["config"]["e_max"]
+            for _, r in runs
+        }
+        f.n, f.figure, f.here = (
+            sum(len(r["energy"]["scope_energy_share"]) for _, r in runs),
+            max(use.values()),
+            HOLDS if max(use.values()) <= 1 + TOLERANCE else FAILS,
+        )
+        f.told = (
+            f"largest sample of n in {len(runs)} runs of {len(dict(runs))} settings; "
+            f"{sum(u > 1 + TOLERANCE for u in use.values())} runs above"
+        )
     return f
 
+# %% ../../nbs/study/05_energy_claims.ipynb #77c3e4cd
 def overshoot(e: EnergyEvidence, scope: str, part: str) -> Finding:
     "TABS' largest sample over its own mean."
     tabs = main_method(e, "tabs", scope)
-    f = _finding(e, part, f"Gates over {scope}: TABS overshoots its own mean 1.8 times", (tabs,), scope)
+    f = _finding(
+        e, part, f"Gates over {scope}: TABS overshoots its own mean 1.8 times", (tabs,), scope
+    )
     runs = [r["summary"] for r in getattr(e, scope).get(tabs, {}).values()]
     if not runs: return f
     found = interval_of([s["scope_energy_share_max"] / s["scope_energy_share"] for s in runs])
-    return _said(f, len(runs), found, ruled(*found[1:], 1.8, above=True), f"largest of any pair {max(s['scope_energy_share_max'] for s in runs):.3f}, mean {np.mean([s['scope_energy_share'] for s in runs]):.3f}", "held to 1.8")
+    return _said(
+        f,
+        len(runs),
+        found,
+        ruled(*found[1:], 1.8, above=True),
+        f"largest of any pair {max(s['scope_energy_share_max'] for s in runs):.3f}, mean "
+        f"{np.mean([s['scope_energy_share'] for s in runs]):.3f}",
+        "held to 1.8",
+    )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #3a1cdf77
 def bounds(e: EnergyEvidence) -> list[Finding]:
     "Claim 4."
-    f = Finding("4c", "The bucket's bounds unbroken on at least 100,000 sequences, adversarial ones and 4,096 tokens among them", CANNOT, unit="of a bound", command=e.bench("energy_claims"))
+    f = Finding(
+        "4c",
+        "The bucket's bounds unbroken on at least 100,000 sequences, adversarial ones and "
+        "4,096 tokens among them",
+        CANNOT,
+        unit="of a bound",
+        command=e.bench("energy_claims"),
+    )
     if b := e.measured.get("energy_claims", {}).get("bound"):
-        f.figure, f.n, f.told = b["largest_use"], b["sequences"], "largest use of a bound on prefix, token or window; random, constant and searched gate scores"
+        f.figure, f.n, f.told = (
+            b["largest_use"],
+            b["sequences"],
+            "largest use of a bound on prefix, token or window; random, constant and "
+            "searched gate scores",
+        )
         f.here = HOLDS if f.figure <= 1 + 1e-9 and f.n >= 100_000 else FAILS
-    return [bound_kept(e, "directions", "4a"), bound_kept(e, "blocks", "4b"), f, overshoot(e, "directions", "4d"), overshoot(e, "blocks", "4e")]
+    return [
+        bound_kept(e, "directions", "4a"),
+        bound_kept(e, "blocks", "4b"),
+        f,
+        overshoot(e, "directions", "4d"),
+        overshoot(e, "blocks", "4e"),
+    ]
 
 # %% ../../nbs/study/05_energy_claims.ipynb #5c95f43b
 def lines(e: EnergyEvidence) -> list[Finding]:
     "Claim 5."
     out = []
-    for part, which, claim in (("5a", "directions", "Under 200 lines: gates over directions, with controller and budget"), ("5b", "blocks", "… with blocks, int8 products and buckets as well")):
+    for part, which, claim in (
+        ("5a", "directions", "Under 200 lines: gates over directions, with controller and budget"),
+        ("5b", "blocks", "… with blocks, int8 products and buckets as well"),
+    ):
         f = Finding(part, claim, CANNOT, unit="lines", command=e.bench("energy_claims"))
         if n := e.measured.get("energy_claims", {}).get("lines", {}).get(which):
             f.figure, f.told = sum(n.values()), ", ".join(f"{m} {x}" for m, x in n.items())
@@ -509,6 +1000,7 @@ def lines(e: EnergyEvidence) -> list[Finding]:
         out.append(f)
     return out
 
+# %% ../../nbs/study/05_energy_claims.ipynb #bb89f111
 def growth(
     rows: list[dict], # of bench/controller_share.py: one method, width and batch size
     from_tokens: int = 512,
@@ -517,19 +1009,47 @@ def growth(
     of = {r["n_tokens"]: r for r in rows if r["n_tokens"] >= from_tokens}
     if len(of) < 2: return None
     t = np.log([[n, r["time_share"] * r["pass_s"]] for n, r in sorted(of.items())])
-    return float(np.polyfit(*t.T, 1)[0]), of[max(of)]["multiply_add_share"] / of[min(of)]["multiply_add_share"]
+    return (
+        float(np.polyfit(*t.T, 1)[0]),
+        of[max(of)]["multiply_add_share"] / of[min(of)]["multiply_add_share"],
+    )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #5082b260
 def deciding(e: EnergyEvidence) -> list[Finding]:
     "Claim 6."
     record, found = e.measured.get("controller_share", {}), {}
-    for r in record.get("rows", []): found.setdefault((r["width"], r["batch_size"]), []).extend([r] if r["method"] == "hest" else [])
+    for r in record.get("rows", []):
+        found.setdefault((r["width"], r["batch_size"]), []).extend(
+            [r] if r["method"] == "hest" else []
+        )
     grown = {k: g for k, rows in found.items() if (g := growth(rows))}
-    out = [Finding("6a", "Time of deciding sub-linear in the tokens, 512 to 4,096", CANNOT, unit="exponent", command=e.bench("controller_share")), Finding("6b", "Its share of the pass' multiply-adds falls from 512 to 4,096 tokens", CANNOT, unit="times", command=e.bench("controller_share"))]
+    out = [
+        Finding(
+            "6a",
+            "Time of deciding sub-linear in the tokens, 512 to 4,096",
+            CANNOT,
+            unit="exponent",
+            command=e.bench("controller_share"),
+        ),
+        Finding(
+            "6b",
+            "Its share of the pass' multiply-adds falls from 512 to 4,096 tokens",
+            CANNOT,
+            unit="times",
+            command=e.bench("controller_share"),
+        ),
+    ]
     for f, i in zip(out, (0, 1) if grown else ()):
         x = [g[i] for g in grown.values()]
         f.figure, f.low, f.high, f.n = float(np.median(x)), min(x), max(x), len(x)
-        f.here, f.told = ruled(f.low, f.high, 1. - 1e-9), f"median, smallest and largest of n widths and batch sizes; in time it is {100 * min(r['time_share'] for rows in found.values() for r in rows):.0f} to {100 * max(r['time_share'] for rows in found.values() for r in rows):.0f} % of a pass on {record['device']}" if i == 0 else "median, smallest and largest of n widths and batch sizes"
+        f.here, f.told = ruled(f.low, f.high, 1.0 - 1e-9), (
+            "median, smallest and largest of n widths and batch sizes; in time it is "
+            f"{100 * min(r['time_share'] for rows in found.values() for r in rows):.0f} to "
+            f"{100 * max(r['time_share'] for rows in found.values() for r in rows):.0f} % "
+            f"of a pass on {record['device']}"
+            if i == 0
+            else "median, smallest and largest of n widths and batch sizes"
+        )
     return out
 
 # %% ../../nbs/study/05_energy_claims.ipynb #02c50235
@@ -537,16 +1057,52 @@ def targets(e: EnergyEvidence) -> list[Finding]:
     "The comparison behind the verdict, a row a target."
     out, by = [], {d.mask: d for d in duels(e)}
     for letter, mask in zip("abc", ("int8", *MASKS)):
-        d, whom = by.get(mask), "uniform int8" if mask == "int8" else f"{mask} without a controller, its cheapest not shown to be worse"
+        d, whom = by.get(mask), (
+            "uniform int8"
+            if mask == "int8"
+            else f"{mask} without a controller, its cheapest not shown to be worse"
+        )
         names = (e.hest, *(e.named(mask) if d is None else [d.opponent]))
-        fs = [_finding(e, f"7{letter}1", f"ROUGE-L as good as that of {whom}", names), _finding(e, f"7{letter}2", f"At least 10 % less energy than {whom}", names),
-              *(Finding(f"7{letter}{i}", f"At least 10 % less measured time than {whom}, batch {b}", CANNOT, command=e.bench("answer_time")) for i, b in ((3, 1), (4, 8)))]
+        fs = [
+            _finding(e, f"7{letter}1", f"ROUGE-L as good as that of {whom}", names),
+            _finding(e, f"7{letter}2", f"At least 10 % less energy than {whom}", names),
+            *(
+                Finding(
+                    f"7{letter}{i}",
+                    f"At least 10 % less measured time than {whom}, batch {b}",
+                    CANNOT,
+                    command=e.bench("answer_time"),
+                )
+                for i, b in ((3, 1), (4, 8))
+            ),
+        ]
         out += fs
         if d is None: continue
-        _said(fs[0], d.n, d.difference, d.as_good, f"{d.scores[0]:.3f} against {d.scores[1]:.3f} of {d.opponent}", f"held to −{d.margin}", f"d_z {d.d_z:.2f}" if d.d_z is not None else "")
-        _said(fs[1], d.n, d.energy, d.cheaper, f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}, modelled", f"held to {LESS}")
+        _said(
+            fs[0],
+            d.n,
+            d.difference,
+            d.as_good,
+            f"{d.scores[0]:.3f} against {d.scores[1]:.3f} of {d.opponent}",
+            f"held to −{d.margin}",
+            f"d_z {d.d_z:.2f}" if d.d_z is not None else "",
+        )
+        _said(
+            fs[1],
+            d.n,
+            d.energy,
+            d.cheaper,
+            f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}, modelled",
+            f"held to {LESS}",
+        )
         for f, b in zip(fs[2:], (1, 8)):
-            if t := time_ratio(e, e.hest, d.opponent, b): f.figure, f.low, f.high, f.n, f.here, f.told = *t, _rounds(e), ruled(*t[1:], LESS), f"ratio, n rounds; held to {LESS}"
+            if t := time_ratio(e, e.hest, d.opponent, b):
+                f.figure, f.low, f.high, f.n, f.here, f.told = (
+                    *t,
+                    _rounds(e),
+                    ruled(*t[1:], LESS),
+                    f"ratio, n rounds; held to {LESS}",
+                )
     return out
 
 # %% ../../nbs/study/05_energy_claims.ipynb #903e8c42
@@ -554,13 +1110,50 @@ def rooflines(e: EnergyEvidence) -> list[Finding]:
     "What a roofline expected of HEST on a GPU beside what was measured there."
     out = []
     for record in (r for name, r in e.measured.items() if name.startswith("gpu_blocks")):
-        for backbone, r in ((b, r) for b, part in record["backbones"].items() for r in part.get("roofline", []) if r["measured"]):
-            least, most = r["expected"]["least"] - .025, math.inf if r["expected"]["most"] is None else r["expected"]["most"] + .025
+        for backbone, r in (
+            (b, r)
+            for b, part in record["backbones"].items()
+            for r in part.get("roofline", [])
+            if r["measured"]
+        ):
+            least, most = r["expected"]["least"] - 0.025, (
+                math.inf if r["expected"]["most"] is None else r["expected"]["most"] + 0.025
+            )
             x = [m["time"] for m in r["measured"]]
             kept = [least <= v <= most for v in x]
-            told = f"expected {100 * r['expected']['least']:.0f} %" + (f" to {100 * r['expected']['most']:.0f} %" if math.isfinite(most) else " or more") + f", kept within 2.5 points in {sum(kept)} of n settings; median, smallest and largest of these; wall time on {record['device']}, random weights"
-            out.append(Finding(f"8{'abcdefghij'[len(out)]}", f"{backbone}, {r['setting']}: change of time from the bare backbone in fp as a roofline expects", HOLDS if all(kept) else CANNOT if any(kept) else FAILS, figure=float(np.median(x)), low=min(x), high=max(x), n=len(x), unit="%", told=told, command=record["command"]))
-    return out or [Finding("8a", "Change of time from the bare backbone at 7B as a roofline expects", CANNOT, command="python bench/gpu_blocks.py")]
+            told = (
+                f"expected {100 * r['expected']['least']:.0f} %"
+                + (
+                    f" to {100 * r['expected']['most']:.0f} %"
+                    if math.isfinite(most)
+                    else " or more"
+                )
+                + f", kept within 2.5 points in {sum(kept)} of n settings; median, smallest "
+                f"and largest of these; wall time on {record['device']}, random weights"
+            )
+            out.append(
+                Finding(
+                    f"8{'abcdefghij'[len(out)]}",
+                    f"{backbone}, {r['setting']}: change of time from the bare backbone in fp "
+                    "as a roofline expects",
+                    HOLDS if all(kept) else CANNOT if any(kept) else FAILS,
+                    figure=float(np.median(x)),
+                    low=min(x),
+                    high=max(x),
+                    n=len(x),
+                    unit="%",
+                    told=told,
+                    command=record["command"],
+                )
+            )
+    return out or [
+        Finding(
+            "8a",
+            "Change of time from the bare backbone at 7B as a roofline expects",
+            CANNOT,
+            command="python bench/gpu_blocks.py",
+        )
+    ]
 
 def _rounds(e): return max(len(r["ms_rounds"]) for r in e.measured["answer_time"]["rows"])
 
@@ -569,20 +1162,51 @@ def energy_findings(
     e: EnergyEvidence,
 ) -> list[Finding]: # targets first
     "Every claim and target of Study 2."
-    return [*targets(e), *scores_and_savings(e), *latencies(e), *controllers(e), *bounds(e), *lines(e), *deciding(e), *rooflines(e)]
+    return [
+        *targets(e),
+        *scores_and_savings(e),
+        *latencies(e),
+        *controllers(e),
+        *bounds(e),
+        *lines(e),
+        *deciding(e),
+        *rooflines(e),
+    ]
 
+# %% ../../nbs/study/05_energy_claims.ipynb #1ca81608
 def energy_claims_table(
     found: list[Finding],
     title: str = "Claims and targets of Study 2",
 ) -> Table: # a row a part
     "Verdicts with figure, interval, n and command."
-    rows = [[f.part, f.claim, f.here, *shown_figure(f), f.n or None, f.told or "–", f"`{f.command}`"] for f in found]
-    return Table(title, ["part", "claim", "verdict", "figure", "95 %", "n", "how, and what else was seen", "command"], rows)
+    rows = [
+        [f.part, f.claim, f.here, *shown_figure(f), f.n or None, f.told or "–", f"`{f.command}`"]
+        for f in found
+    ]
+    return Table(
+        title,
+        [
+            "part",
+            "claim",
+            "verdict",
+            "figure",
+            "95 %",
+            "n",
+            "how, and what else was seen",
+            "command",
+        ],
+        rows,
+    )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #b451b149
-MIXES = ("hest 20/80", "hest 40/60", "random 20/80", "depth 20/80", "depth 40/60") # share of tokens' blocks off / in int8
+# share of tokens' blocks off / in int8
+MIXES = ("hest 20/80", "hest 40/60", "random 20/80", "depth 20/80", "depth 40/60")
 
-def _setting(row): return f"{'d = ' if str(row['backbone']).isdigit() else ''}{row['backbone']}, {row['phase']} {row['n_tokens']:,}, batch {row['batch_size']}"
+def _setting(row):
+    return (
+        f"{'d = ' if str(row['backbone']).isdigit() else ''}{row['backbone']}, "
+        f"{row['phase']} {row['n_tokens']:,}, batch {row['batch_size']}"
+    )
 
 def width_table(
     record: dict, # of bench/block_speed.py
@@ -590,34 +1214,75 @@ def width_table(
 ) -> Table: # a row a backbone, phase and batch size; a column a variant
     "Measured time over uniform int8, by width: where skipping pays."
     shown = lambda x: f"{x['median']:.2f} [{x['low']:.2f}, {x['high']:.2f}]"
-    there, rows = [v for v in variants if any(v == x["variant"] for r in record["rows"] for x in r["variants"])], []
+    there, rows = [
+        v for v in variants if any(v == x["variant"] for r in record["rows"] for x in r["variants"])
+    ], []
     for r in record["rows"]:
         of = {v["variant"]: v for v in r["variants"]}
-        rows.append([_setting(r), r["rounds"], of["int8"]["of_fp32"]["median"], *(shown(of[v]["of_int8"]) if v in of else None for v in there)])
-    return Table(f"Measured time of a pass over that of uniform int8, by shares of off/int8: median over n rounds and 95 % interval ({record['command']}, {record['device']})", ["setting", "n", "int8 over fp32", *there], rows)
+        rows.append(
+            [
+                _setting(r),
+                r["rounds"],
+                of["int8"]["of_fp32"]["median"],
+                *(shown(of[v]["of_int8"]) if v in of else None for v in there),
+            ]
+        )
+    return Table(
+        "Measured time of a pass over that of uniform int8, by shares of off/int8: median "
+        f"over n rounds and 95 % interval ({record['command']}, {record['device']})",
+        ["setting", "n", "int8 over fp32", *there],
+        rows,
+    )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #35bcce7c
 def widths_told(
     record: dict, # of bench/block_speed.py
     variants: tuple = MIXES,
 ) -> str: # Markdown
-    "In which settings a mix takes at least 10 % less time than uniform int8, the whole interval below .9."
+    """In which settings a mix takes at least 10 % less time than uniform int8, the whole interval
+    below .9."""
     out = []
     for name in variants:
-        found = [(_setting(r), v["of_int8"]) for r in record["rows"] for v in r["variants"] if v["variant"] == name]
-        pays = [f"{setting} ({x['median']:.2f})" for setting, x in found if ruled(x["low"], x["high"], LESS) == HOLDS]
-        if found: out.append(f"* {name}: at least 10 % less in {len(pays)} of {len(found)} settings" + (f": {'; '.join(pays)}" if pays else "") + ".")
+        found = [
+            (_setting(r), v["of_int8"])
+            for r in record["rows"]
+            for v in r["variants"]
+            if v["variant"] == name
+        ]
+        pays = [
+            f"{setting} ({x['median']:.2f})"
+            for setting, x in found
+            if ruled(x["low"], x["high"], LESS) == HOLDS
+        ]
+        if found:
+            out.append(
+                f"* {name}: at least 10 % less in {len(pays)} of {len(found)} settings"
+                + (f": {'; '.join(pays)}" if pays else "")
+                + "."
+            )
     return "\n".join(out)
 
 # %% ../../nbs/study/05_energy_claims.ipynb #a80a7a13
 def main(
-    arguments: list, # of the command line: the folder of the records, and where wanted the method of the verdict
+    # of the command line: the folder of the records, and where wanted the method of the verdict
+    arguments: list,
 ) -> int: # exit status
     "`python -m himalaya_hest.study.energy_claims nbs/records [method]`: print the verdicts."
     if not 1 <= len(arguments) <= 2 or not Path(arguments[0]).is_dir():
-        print("usage: python -m himalaya_hest.study.energy_claims RECORDS [METHOD], where RECORDS is a folder of committed records (nbs/records) and METHOD the setting of HEST that is judged", file=sys.stderr)
+        print(
+            "usage: python -m himalaya_hest.study.energy_claims RECORDS [METHOD], where "
+            "RECORDS is a folder of committed records (nbs/records) and METHOD the setting "
+            "of HEST that is judged",
+            file=sys.stderr,
+        )
         return 2
     e = read_energy_evidence(arguments[0], hest="".join(arguments[1:]))
-    print(verdict_told(e), verdict_table(duels(e)), energy_claims_table(energy_findings(e)), sep="\n\n")
+    print(
+        verdict_told(e),
+        verdict_table(duels(e)),
+        energy_claims_table(energy_findings(e)),
+        sep="\n\n",
+    )
     return 0
 
 # %% ../../nbs/study/05_energy_claims.ipynb #0ae8c073

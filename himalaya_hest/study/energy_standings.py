@@ -27,20 +27,48 @@ def score_of(records: list[dict]) -> str: # rougeL or accuracy
     "The score that all records have."
     return next(k for k in SCORES if all(is_number(r["summary"].get(k)) for r in records))
 
+# %% ../../nbs/study/01_energy_standings.ipynb #67ee04b0
 def energy_table(
     records: list[dict], # of one world, of a study of energy
     order: list[str] | None = None, # methods in this order first
 ) -> Table: # one row a method
-    "Score, energy, latency and size by method; `ValueError` for measured beside modelled Joules, or different worlds."
+    """Score, energy, latency and size by method; `ValueError` for measured beside modelled Joules,
+    or different worlds."""
     runs = by_pair(records)
     score, first = score_of(records), order or []
     kind = joules_source([r["summary"]["joules_source"] for r in records])
     of = lambda name, key: [v for r in runs[name].values() if is_number(v := r["summary"].get(key))]
-    rows = [_row(name, runs[name], score, of) for name in [m for m in first if m in runs] + sorted((m for m in runs if m not in first), key=lambda m: -np.mean(of(m, score)))]
+    rows = [
+        _row(name, runs[name], score, of)
+        for name in [m for m in first if m in runs]
+        + sorted((m for m in runs if m not in first), key=lambda m: -np.mean(of(m, score)))
+    ]
     said = ENERGY_COLUMNS
-    columns = ["method", "role", "n", said[score], "95 % from", "to", *([said["rougeLsum"]] if score == "rougeL" else []), said[f"{kind}_mj"], "expected in training", *(said[k] for k in MEANS), *MAXIMA.values(), *(said[k] for k in MEDIANS), "token p50 (ms)", "token p99 (ms)", *(said[k] for k in SIZES)]
-    return Table(f"{records[0]['world']['stream']}: mean over n pairs; the interval is over pairs (n ≥ 5)", columns, rows)
+    columns = [
+        "method",
+        "role",
+        "n",
+        said[score],
+        "95 % from",
+        "to",
+        *([said["rougeLsum"]] if score == "rougeL" else []),
+        said[f"{kind}_mj"],
+        "expected in training",
+        *(said[k] for k in MEANS),
+        *MAXIMA.values(),
+        *(said[k] for k in MEDIANS),
+        "token p50 (ms)",
+        "token p99 (ms)",
+        *(said[k] for k in SIZES),
+    ]
+    return Table(
+        f"{records[0]['world']['stream']}: mean over n pairs; the interval is over pairs "
+        "(n ≥ 5)",
+        columns,
+        rows,
+    )
 
+# %% ../../nbs/study/01_energy_standings.ipynb #7f0997ae
 def expected_share(
     record: dict, # with its history
 ) -> float | None: # None for a method without gates
@@ -48,16 +76,36 @@ def expected_share(
     told = [h["energy"] for h in record.get("history") or [] if "energy" in h]
     return float(np.mean(told[-max(1, len(told) // 10):])) if told else None
 
+# %% ../../nbs/study/01_energy_standings.ipynb #2a8355ea
 def _token_ms(runs, percentile):
     "Of a single decoded token, median over pairs; None where no run was timed."
-    found = [timed["decoded_tokens"][percentile] for r in runs.values() if (timed := r.get("energy", {}).get("latency_ms"))]
+    found = [
+        timed["decoded_tokens"][percentile]
+        for r in runs.values()
+        if (timed := r.get("energy", {}).get("latency_ms"))
+    ]
     return float(np.median(found)) if found else None
 
+# %% ../../nbs/study/01_energy_standings.ipynb #8f709683
 def _row(name, runs, score, of):
     expected = [e for r in runs.values() if (e := expected_share(r)) is not None]
     mean = lambda key, f=np.mean: float(f(v)) if (v := of(name, key)) else None
-    return [name, run_role(next(iter(runs.values()))), len(runs), mean(score), *bca_interval(of(name, score)), *([mean("rougeLsum")] if score == "rougeL" else []), 1e3 * mean("mean_joules_per_sample"), float(np.mean(expected)) if expected else None, *(mean(k) for k in MEANS), *(mean(k, np.max) for k in MAXIMA),
-            *(mean(k, np.median) for k in MEDIANS), *(_token_ms(runs, q) for q in ("p50", "p99")), int(mean("controller_parameters", np.max)), mean("adapter_mb", np.max)]
+    return [
+        name,
+        run_role(next(iter(runs.values()))),
+        len(runs),
+        mean(score),
+        *bca_interval(of(name, score)),
+        *([mean("rougeLsum")] if score == "rougeL" else []),
+        1e3 * mean("mean_joules_per_sample"),
+        float(np.mean(expected)) if expected else None,
+        *(mean(k) for k in MEANS),
+        *(mean(k, np.max) for k in MAXIMA),
+        *(mean(k, np.median) for k in MEDIANS),
+        *(_token_ms(runs, q) for q in ("p50", "p99")),
+        int(mean("controller_parameters", np.max)),
+        mean("adapter_mb", np.max),
+    ]
 
 # %% ../../nbs/study/01_energy_standings.ipynb #a3c96a0e
 def controller_table(
@@ -70,30 +118,102 @@ def controller_table(
     lengths = sorted({n for *_, n in found})
     keys = list(dict.fromkeys(k[:3] for k in found))
     parameters = {k[:2]: r["controller_parameters"] for k, r in found.items()}
-    rows = [[*k, parameters[k[:2]], *(100 * r[what] if (r := found.get((*k, n))) else None for n in lengths)] for k in keys]
-    said = f"time on {record['device']}, {record['threads']} thread{'s' * (record['threads'] > 1)}" if what == "time_share" else "multiply-adds, by formula"
-    return Table(f"controller and gates in per cent of a forward pass: {said} ({record['command']})", ["width", "method", "batch size", "controller parameters", *(f"{n:,} tokens" for n in lengths)], rows)
+    rows = [
+        [
+            *k,
+            parameters[k[:2]],
+            *(100 * r[what] if (r := found.get((*k, n))) else None for n in lengths),
+        ]
+        for k in keys
+    ]
+    said = (
+        f"time on {record['device']}, {record['threads']} " f"thread{'s' * (record['threads'] > 1)}"
+        if what == "time_share"
+        else "multiply-adds, by formula"
+    )
+    return Table(
+        f"controller and gates in per cent of a forward pass: {said} ({record['command']})",
+        [
+            "width",
+            "method",
+            "batch size",
+            "controller parameters",
+            *(f"{n:,} tokens" for n in lengths),
+        ],
+        rows,
+    )
 
 # %% ../../nbs/study/01_energy_standings.ipynb #ec9bd199
 def block_cost_table(
     path: Path | str, # of the record of bench/block_costs.py
     dtype: str = "float32", # of the backbone
 ) -> Table: # one row a width and setting
-    "Measured cost of a token's block in each state, as shares of fp, and the one cost of int8 that the model of energy would have to take."
+    """Measured cost of a token's block in each state, as shares of fp, and the one cost of int8
+    that the model of energy would have to take."""
     record = json.loads(Path(path).read_text(encoding="utf-8"))
-    rows = [[r["width"], r["phase"], r["batch_size"], r["n_tokens"], r["costs_ms"]["fp"], *(r["costs_of_fp"][s] for s in ("off", "int8")), r["residual"], r["cost_int8"], r["model_residual_now"]] for r in record["rows"] if r["dtype"] == dtype]
-    return Table(f"{dtype} on {record['device']}, {record['threads']} thread{'s' * (record['threads'] > 1)} ({record['command']})", ["width", "phase", "batch size", "tokens", "fp (ms)", "off", "int8", "largest residual", "best cost of int8", f"model off by, at {record['cost_int8_now']:g}"], rows)
+    rows = [
+        [
+            r["width"],
+            r["phase"],
+            r["batch_size"],
+            r["n_tokens"],
+            r["costs_ms"]["fp"],
+            *(r["costs_of_fp"][s] for s in ("off", "int8")),
+            r["residual"],
+            r["cost_int8"],
+            r["model_residual_now"],
+        ]
+        for r in record["rows"]
+        if r["dtype"] == dtype
+    ]
+    return Table(
+        f"{dtype} on {record['device']}, {record['threads']} "
+        f"thread{'s' * (record['threads'] > 1)} ({record['command']})",
+        [
+            "width",
+            "phase",
+            "batch size",
+            "tokens",
+            "fp (ms)",
+            "off",
+            "int8",
+            "largest residual",
+            "best cost of int8",
+            f"model off by, at {record['cost_int8_now']:g}",
+        ],
+        rows,
+    )
 
+# %% ../../nbs/study/01_energy_standings.ipynb #c32fa7ef
 def int8_product_table(
     path: Path | str, # of the record of bench/int8_products.py
     rows_shown: tuple[int, ...] = (1, 8, 128, 512),
 ) -> Table: # one row a square width
-    "Time of a product in int8 with the rounding of its activations, the fastest way of it, over that in fp32 and in bf16."
+    """Time of a product in int8 with the rounding of its activations, the fastest way of it, over
+    that in fp32 and in bf16."""
     record = json.loads(Path(path).read_text(encoding="utf-8"))
     found = {(r["d_in"], r["n_rows"]): r["us"] for r in record["rows"] if r["d_in"] == r["d_out"]}
-    def ratio(us, of): return min(us[k][1] for k in ("int_mm + rounding", "onednn + rounding") if k in us) / us[of][1]
-    shown = [[d, *(ratio(found[d, n], of) if (d, n) in found else None for of in ("fp32", "bf16") for n in rows_shown)] for d in sorted({d for d, _ in found})]
-    return Table(f"int8 over fp32 and over bf16, {record['device']}, {record['threads']} thread{'s' * (record['threads'] > 1)} ({record['command']})", ["width", *(f"{of}, {n} rows" for of in ("of fp32", "of bf16") for n in rows_shown)], shown)
+    def ratio(us, of):
+        return (
+            min(us[k][1] for k in ("int_mm + rounding", "onednn + rounding") if k in us) / us[of][1]
+        )
+    shown = [
+        [
+            d,
+            *(
+                ratio(found[d, n], of) if (d, n) in found else None
+                for of in ("fp32", "bf16")
+                for n in rows_shown
+            ),
+        ]
+        for d in sorted({d for d, _ in found})
+    ]
+    return Table(
+        f"int8 over fp32 and over bf16, {record['device']}, {record['threads']} "
+        f"thread{'s' * (record['threads'] > 1)} ({record['command']})",
+        ["width", *(f"{of}, {n} rows" for of in ("of fp32", "of bf16") for n in rows_shown)],
+        shown,
+    )
 
 # %% ../../nbs/study/01_energy_standings.ipynb #33f81e48
 def _value(config, path):
@@ -106,10 +226,41 @@ def settings_table(
 ) -> Table: # one row a method and setting, the best of each method first
     "Mean ROUGE-L or accuracy, and shares of energy, of each setting of each method."
     found = {}
-    for r in records: found.setdefault((r["config"]["adapter"], r["config"]["preset"], *(_value(r["config"], s) for s in settings)), []).append(r)
+    for r in records:
+        found.setdefault(
+            (
+                r["config"]["adapter"],
+                r["config"]["preset"],
+                *(_value(r["config"], s) for s in settings),
+            ),
+            [],
+        ).append(r)
     score = score_of(records)
-    over = lambda values: float(np.mean(values)) if (values := [v for v in values if v is not None]) else None
-    rows = [[*key, len(of), over([r["summary"][score] for r in of]), over([expected_share(r) for r in of]), over([r["summary"]["scope_energy_share"] for r in of])] for key, of in found.items()]
+    over = lambda values: (
+        float(np.mean(values)) if (values := [v for v in values if v is not None]) else None
+    )
+    rows = [
+        [
+            *key,
+            len(of),
+            over([r["summary"][score] for r in of]),
+            over([expected_share(r) for r in of]),
+            over([r["summary"]["scope_energy_share"] for r in of]),
+        ]
+        for key, of in found.items()
+    ]
     best = {}
     for row in rows: best[row[0], row[1]] = max(best.get((row[0], row[1]), 0), row[-3])
-    return Table(records[0]["world"]["stream"], ["method", "preset", *(s.split(".")[-1].replace("_", " ") for s in settings), "seeds", ENERGY_COLUMNS[score], "expected in training", ENERGY_COLUMNS["scope_energy_share"]], sorted(rows, key=lambda r: (-best[r[0], r[1]], r[0], r[1], -r[-3])))
+    return Table(
+        records[0]["world"]["stream"],
+        [
+            "method",
+            "preset",
+            *(s.split(".")[-1].replace("_", " ") for s in settings),
+            "seeds",
+            ENERGY_COLUMNS[score],
+            "expected in training",
+            ENERGY_COLUMNS["scope_energy_share"],
+        ],
+        sorted(rows, key=lambda r: (-best[r[0], r[1]], r[0], r[1], -r[-3])),
+    )

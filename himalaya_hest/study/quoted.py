@@ -21,12 +21,21 @@ from ..compare.pairs import method_of
 from ..measures.records import Table
 
 # %% ../../nbs/study/06_quoted.ipynb #81167240
-HERE = ({"claim"}, {"runs", "method", "metric", "unit"}, {"record", "at", "unit"}, {"predicted", "at", "unit"}, {"computed", "unit"}, {"notebook", "test"}) # the forms of `here`
+# the forms of `here`
+HERE = (
+    {"claim"},
+    {"runs", "method", "metric", "unit"},
+    {"record", "at", "unit"},
+    {"predicted", "at", "unit"},
+    {"computed", "unit"},
+    {"notebook", "test"},
+)
 
 def published_router_parameters() -> int:
     "Trained numbers of the published form's router at d = 4096, by its shapes."
     return sum(p.numel() for p in at_large_scale("published").tuner.core().router.parameters())
 
+# %% ../../nbs/study/06_quoted.ipynb #1ea40777
 COMPUTED = dict(published_router_parameters=published_router_parameters) # what `computed` may name
 
 @dataclass
@@ -39,15 +48,28 @@ class Quoted:
     why: str # what the two figures have in common and what not, or why it is quoted only
     here: dict | None = None # where it was worked out again, in one of the forms of HERE
 
+# %% ../../nbs/study/06_quoted.ipynb #ec4a308d
 def load_quoted(
     path: Path | None = None, # another list
 ) -> list[Quoted]:
     "The list; `ValueError` for an entry with other keys."
-    path, out = path or Path(importlib.util.find_spec("himalaya_hest").origin).parent/"study"/"quoted.yaml", []
+    path, out = (
+        path
+        or Path(importlib.util.find_spec("himalaya_hest").origin).parent / "study" / "quoted.yaml",
+        [],
+    )
     for row in yaml.safe_load(path.read_text(encoding="utf-8")):
         keys = {"what", "figure", "source", "pages", "why"}
-        if row.keys() - {"here"} != keys: raise ValueError(f"an entry of {path.name} has the keys {', '.join(row)}; expected {', '.join(sorted(keys))}, and here where it was worked out again")
-        if row.get("here") is not None and set(row["here"]) not in HERE: raise ValueError(f"{row['what']!r}: here has the keys {', '.join(row['here'])}; expected one of {'; '.join(', '.join(sorted(h)) for h in HERE)}")
+        if row.keys() - {"here"} != keys:
+            raise ValueError(
+                f"an entry of {path.name} has the keys {', '.join(row)}; expected "
+                f"{', '.join(sorted(keys))}, and here where it was worked out again"
+            )
+        if row.get("here") is not None and set(row["here"]) not in HERE:
+            raise ValueError(
+                f"{row['what']!r}: here has the keys {', '.join(row['here'])}; expected "
+                f"one of {'; '.join(', '.join(sorted(h)) for h in HERE)}"
+            )
         out.append(Quoted(**row | dict(figure=str(row["figure"]))))
     return out
 
@@ -56,14 +78,23 @@ def page_text(
     path: Path, # a notebook
 ) -> str:
     "Its sources as one line, without repeated spaces."
-    return re.sub(r"\s+", " ", " ".join("".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]))
+    return re.sub(
+        r"\s+",
+        " ",
+        " ".join(
+            "".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        ),
+    )
 
+# %% ../../nbs/study/06_quoted.ipynb #d07ff901
 def tests_with(
     path: Path, # a notebook
     words: str,
 ) -> list[str]: # lines of cells that are not exported, with an assertion and the words
     "The tests of a notebook that hold these words."
-    cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    cells = [
+        c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"
+    ]
     sources = [s for c in cells if not re.search(r"^#\|\s*export", s := "".join(c["source"]), re.M)]
     lines = [re.sub(r"(^|\s)#.*", "", line) for s in sources for line in s.splitlines()]
     return [line for line in lines if words in line and re.search(r"\bassert\b|\btest_\w+\(", line)]
@@ -79,15 +110,35 @@ def quoted_faults(
     for q in rows:
         if not q.pages: faults.append(f"{q.what}: no page quotes it")
         for stem, words in q.pages.items():
-            if not (path := notebooks/f"{stem}.ipynb").exists(): faults.append(f"{q.what}: {stem} is no notebook")
-            elif re.sub(r"\s+", " ", words) not in page_text(path): faults.append(f"{q.what}: {stem} does not say {words!r}")
+            if not (path := notebooks/f"{stem}.ipynb").exists():
+                faults.append(f"{q.what}: {stem} is no notebook")
+            elif re.sub(r"\s+", " ", words) not in page_text(path):
+                faults.append(f"{q.what}: {stem} does not say {words!r}")
         h = q.here or {}
-        if "claim" in h and h["claim"] not in parts: faults.append(f"{q.what}: {h['claim']} is no part of a claim")
-        if (file := h.get("record", h.get("predicted"))) and not (notebooks/"records"/file).is_file(): faults.append(f"{q.what}: there is no record {file}")
-        if "computed" in h and h["computed"] not in COMPUTED: faults.append(f"{q.what}: {h['computed']} is not computed here; there is {', '.join(COMPUTED)}")
-        if "runs" in h and not (notebooks/"records"/h["runs"]).is_dir() and not (notebooks.parent/"bench"/"grids"/f"{h['runs']}.yaml").is_file():
-            faults.append(f"{q.what}: {h['runs']} is neither a folder of records nor a grid that will make one")
-        if "test" in h and not ((path := notebooks/f"{h['notebook']}.ipynb").exists() and tests_with(path, h["test"])): faults.append(f"{q.what}: {h['notebook']} has no test with {h['test']!r}")
+        if "claim" in h and h["claim"] not in parts:
+            faults.append(f"{q.what}: {h['claim']} is no part of a claim")
+        if (file := h.get("record", h.get("predicted"))) and not (
+            notebooks / "records" / file
+        ).is_file():
+            faults.append(f"{q.what}: there is no record {file}")
+        if "computed" in h and h["computed"] not in COMPUTED:
+            faults.append(
+                f"{q.what}: {h['computed']} is not computed here; there is "
+                f"{', '.join(COMPUTED)}"
+            )
+        if (
+            "runs" in h
+            and not (notebooks / "records" / h["runs"]).is_dir()
+            and not (notebooks.parent / "bench" / "grids" / f"{h['runs']}.yaml").is_file()
+        ):
+            faults.append(
+                f"{q.what}: {h['runs']} is neither a folder of records nor a grid that "
+                "will make one"
+            )
+        if "test" in h and not (
+            (path := notebooks / f"{h['notebook']}.ipynb").exists() and tests_with(path, h["test"])
+        ):
+            faults.append(f"{q.what}: {h['notebook']} has no test with {h['test']!r}")
     return faults
 
 # %% ../../nbs/study/06_quoted.ipynb #e654b702
@@ -107,17 +158,47 @@ def figure_here(
     if file := h.get("record", h.get("predicted")):
         x = json.loads((folder/file).read_text(encoding="utf-8"))
         for k in h["at"]: x = x[k]
-        return (" to ".join(f"{v:,.0f}" for v in x) if isinstance(x, list) else f"{x:,}") + f" {h['unit']}" + ", predicted" * ("predicted" in h), f"records/{file}"
-    runs = [r for p in sorted((folder/h["runs"]).glob("*.json")) if method_of(r := json.loads(p.read_text(encoding="utf-8"))) in h["method"]]
+        return (
+            " to ".join(f"{v:,.0f}" for v in x) if isinstance(x, list) else f"{x:,}"
+        ) + f" {h['unit']}" + ", predicted" * ("predicted" in h), f"records/{file}"
+    runs = [
+        r
+        for p in sorted((folder / h["runs"]).glob("*.json"))
+        if method_of(r := json.loads(p.read_text(encoding="utf-8"))) in h["method"]
+    ]
     values = [r["summary"][h["metric"]] for r in runs]
     scale = 100 if h["unit"] == "pp" else 1
-    return f"{scale * np.mean(values):.2f} {h['unit']}, n = {len(values)}" if values else "not run", f"records/{h['runs']}, {h['method'][0]}, {h['metric']}"
+    return (
+        f"{scale * np.mean(values):.2f} {h['unit']}, n = {len(values)}" if values else "not run"
+    ), f"records/{h['runs']}, {h['method'][0]}, {h['metric']}"
 
+# %% ../../nbs/study/06_quoted.ipynb #e008a2a6
 def quoted_table(
     rows: list[Quoted],
     found: list[Finding], # of the claims
     folder: str | Path, # nbs/records
 ) -> Table: # in the order of the list
     "Each quoted figure, ours beside it."
-    return Table("Figures from elsewhere", ["what", "quoted", "source", "quoted in", "here", "where", "what the two have in common, or why it is quoted only"],
-                 [[q.what, q.figure, q.source, ", ".join(q.pages), *figure_here(q, found, Path(folder)), q.why] for q in rows])
+    return Table(
+        "Figures from elsewhere",
+        [
+            "what",
+            "quoted",
+            "source",
+            "quoted in",
+            "here",
+            "where",
+            "what the two have in common, or why it is quoted only",
+        ],
+        [
+            [
+                q.what,
+                q.figure,
+                q.source,
+                ", ".join(q.pages),
+                *figure_here(q, found, Path(folder)),
+                q.why,
+            ]
+            for q in rows
+        ],
+    )

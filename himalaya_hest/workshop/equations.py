@@ -25,16 +25,31 @@ import yaml
 PACKAGE = Path(importlib.util.find_spec("himalaya_hest").origin).parent
 SHELL = ("himalaya.tuner",) # what makes it a PEFT method
 
-def file_of(module: str, folder: Path = PACKAGE) -> Path: return folder/f"{module.replace('.', '/')}.py"
+def file_of(module: str, folder: Path = PACKAGE) -> Path:
+    return folder/f"{module.replace('.', '/')}.py"
 
+# %% ../../nbs/workshop/09_equations.ipynb #36a583d5
 def method_modules(
     folder: Path = PACKAGE, # of exported modules
 ) -> tuple: # names, by the number of their notebook
-    "The plain torch of the method: the floor `himalaya`, the shell apart, with the linear algebra and the quantisation it stands on."
-    def notebook(path): return re.search(r"File to edit: (?:\.\./)+nbs/[\w/]*?(\w+)\.ipynb", path.read_text(encoding="utf-8"))
-    place = {".".join(p.relative_to(folder).with_suffix("").parts): m[1] for p in folder.glob("himalaya/**/*.py") if (m := notebook(p))}
-    return "ground.linalg", "ground.quant", *sorted((m for m in place if m not in SHELL), key=place.get)
+    """The plain torch of the method: the floor `himalaya`, the shell apart, with the linear algebra
+    and the quantisation it stands on."""
+    def notebook(path):
+        return re.search(
+            r"File to edit: (?:\.\./)+nbs/[\w/]*?(\w+)\.ipynb", path.read_text(encoding="utf-8")
+        )
+    place = {
+        ".".join(p.relative_to(folder).with_suffix("").parts): m[1]
+        for p in folder.glob("himalaya/**/*.py")
+        if (m := notebook(p))
+    }
+    return (
+        "ground.linalg",
+        "ground.quant",
+        *sorted((m for m in place if m not in SHELL), key=place.get),
+    )
 
+# %% ../../nbs/workshop/09_equations.ipynb #ca0d4b23
 def module_and_path(
     name: str, # a function of the package, such as himalaya.dictionary.Update.apply
     folder: Path = PACKAGE,
@@ -45,6 +60,7 @@ def module_and_path(
         if file_of(".".join(parts[:i]), folder).exists(): return ".".join(parts[:i]), parts[i:]
     raise ModuleNotFoundError(f"{name} is in no module of the package")
 
+# %% ../../nbs/workshop/09_equations.ipynb #5e1fec56
 METHOD = method_modules()
 
 @dataclass
@@ -53,18 +69,25 @@ class Equation:
     part: str # of the method
     formula: str # KaTeX, without dollars and vertical bars
     source: str # who published it, or which preset of ours it belongs to
-    functions: list[str] # exported names that compute it, as floor.module.name; the first one first of all
+    # exported names that compute it, as floor.module.name; the first one first of all
+    functions: list[str]
     notebook: str # whose tests mention them
 
+# %% ../../nbs/workshop/09_equations.ipynb #fa89bc0d
 def load_equations(
     path: Path | None = None, # a list of another method; None: HIMALAYA's
 ) -> list[Equation]:
     "The rows, in their order; `ValueError` for a row with other keys."
     out = []
-    for part, rows in yaml.safe_load((path or PACKAGE/"workshop"/"equations.yaml").read_text(encoding="utf-8")).items():
+    for part, rows in yaml.safe_load(
+        (path or PACKAGE / "workshop" / "equations.yaml").read_text(encoding="utf-8")
+    ).items():
         for row in rows:
             if row.keys() != {"formula", "source", "functions", "notebook"}:
-                raise ValueError(f"a row of {part!r} has the keys {', '.join(row)}; expected formula, source, functions and notebook")
+                raise ValueError(
+                    f"a row of {part!r} has the keys {', '.join(row)}; expected formula, "
+                    "source, functions and notebook"
+                )
             out.append(Equation(part, **row))
     return out
 
@@ -77,31 +100,64 @@ def exported(
 ) -> dict: # name → its node; methods as Class.method
     "Functions and classes that a module exports, with the methods of the classes."
     tree = ast.parse(file_of(module, folder).read_text(encoding="utf-8"))
-    public = next((ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"), [])
-    nodes = {n.name: n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name in public}
-    methods = {f"{c}.{m.name}": m for c, n in nodes.items() if isinstance(n, ast.ClassDef) for m in n.body if isinstance(m, ast.FunctionDef)}
+    public = next(
+        (
+            ast.literal_eval(n.value)
+            for n in tree.body
+            if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"
+        ),
+        [],
+    )
+    nodes = {
+        n.name: n
+        for n in tree.body
+        if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name in public
+    }
+    methods = {
+        f"{c}.{m.name}": m
+        for c, n in nodes.items()
+        if isinstance(n, ast.ClassDef)
+        for m in n.body
+        if isinstance(m, ast.FunctionDef)
+    }
     return nodes | methods
 
+# %% ../../nbs/workshop/09_equations.ipynb #4a518205
 def with_formula(
     module: str, # name within the package
     folder: Path = PACKAGE,
 ) -> list[str]: # as module.name
     "What a module exports with a formula in its docstring."
-    return [f"{module}.{name}" for name, n in exported(module, folder).items() if FORMULA.search(ast.get_docstring(n) or "")]
+    return [
+        f"{module}.{name}"
+        for name, n in exported(module, folder).items()
+        if FORMULA.search(ast.get_docstring(n) or "")
+    ]
 
 # %% ../../nbs/workshop/09_equations.ipynb #4dfbd1c3
 def tests_of(
     path: Path, # a notebook
 ) -> str: # its tests and what they need
-    "Code of the cells that are not exported, without their imports; empty for a notebook that asserts nothing."
-    cells = ["".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    """Code of the cells that are not exported, without their imports; empty for a notebook that
+    asserts nothing."""
+    cells = [
+        "".join(c["source"])
+        for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        if c["cell_type"] == "code"
+    ]
     text = "\n".join(c for c in cells if not re.search(r"^#\|\s*export", c, re.M))
-    return re.sub(r"^(import|from) .*$", "", text, flags=re.M) if re.search(r"\btest_\w+\(|^\s*assert\b", text, re.M) else ""
+    return (
+        re.sub(r"^(import|from) .*$", "", text, flags=re.M)
+        if re.search(r"\btest_\w+\(|^\s*assert\b", text, re.M)
+        else ""
+    )
 
+# %% ../../nbs/workshop/09_equations.ipynb #bac538d6
 def resolve(
     name: str, # module.name, or module.Class.name
 ):
-    "The function or class of that name; `AttributeError` or `ModuleNotFoundError` if there is none."
+    """The function or class of that name; `AttributeError` or `ModuleNotFoundError` if there is
+    none."""
     module, path = module_and_path(name)
     found = importlib.import_module(f"himalaya_hest.{module}")
     for part in path: found = getattr(found, part)
@@ -112,19 +168,29 @@ def users(
     name: str, # of a function or class at the top of a module
     tree: ast.Module, # that module
 ) -> set[str]:
-    "Functions, methods and subclasses that use a name; `forward` and `__init__` stand for their class."
+    """Functions, methods and subclasses that use a name; `forward` and `__init__` stand for their
+    class."""
     def uses(node): return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
-    nodes, found = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != name], set()
+    nodes, found = [
+        n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != name
+    ], set()
     for n in nodes:
         if isinstance(n, ast.FunctionDef): found |= {n.name} if uses(n) else set()
-        else: found |= {n.name if m.name in ("forward", "__init__") else m.name for m in n.body if isinstance(m, ast.FunctionDef) and uses(m)} | ({n.name} if any(map(uses, n.bases)) else set())
+        else:
+            found |= {
+                n.name if m.name in ("forward", "__init__") else m.name
+                for m in n.body
+                if isinstance(m, ast.FunctionDef) and uses(m)
+            } | ({n.name} if any(map(uses, n.bases)) else set())
     return found
 
+# %% ../../nbs/workshop/09_equations.ipynb #bb354813
 def doors(
     name: str, # module.name, or module.Class.name
     folder: Path = PACKAGE,
 ) -> set[str]: # bare names
-    "The last part of a function's name, the names that use it in its own module, those that use them, and so on."
+    """The last part of a function's name, the names that use it in its own module, those that use
+    them, and so on."""
     module, path = module_and_path(name, folder)
     if len(path) > 1: return {path[-1]}
     tree = ast.parse(file_of(module, folder).read_text(encoding="utf-8"))
@@ -148,10 +214,17 @@ def equation_faults(
             try: found = callable(resolve(name))
             except (AttributeError, ModuleNotFoundError): found = False
             if not found: faults.append(f"{name} is no function")
-            elif not any(re.search(rf"\b{door}\b", tests[e.notebook]) for door in doors(name)): faults.append(f"no test of {e.notebook} mentions {name}")
-        if "|" in e.formula or e.formula.count("{") != e.formula.count("}"): faults.append(f"the formula of {e.functions[0]} does not fit into a table")
+            elif not any(re.search(rf"\b{door}\b", tests[e.notebook]) for door in doors(name)):
+                faults.append(f"no test of {e.notebook} mentions {name}")
+        if "|" in e.formula or e.formula.count("{") != e.formula.count("}"):
+            faults.append(f"the formula of {e.functions[0]} does not fit into a table")
     known = {name for e in rows for name in e.functions}
-    return faults + [f"{name} has a formula and no row" for m in modules for name in with_formula(m) if name not in known]
+    return faults + [
+        f"{name} has a formula and no row"
+        for m in modules
+        for name in with_formula(m)
+        if name not in known
+    ]
 
 # %% ../../nbs/workshop/09_equations.ipynb #d2bad975
 def equation_table(
@@ -163,7 +236,10 @@ def equation_table(
     for before, e in zip([None, *rows], rows):
         names = ", ".join(f"`{f}`" for f in e.functions)
         part = "" if before and before.part == e.part else f"**{e.part}**"
-        lines.append(f"| {part} | ${e.formula}$ | {e.source} | {names} | [{e.notebook}]({up}{e.notebook}.ipynb) |")
+        lines.append(
+            f"| {part} | ${e.formula}$ | {e.source} | {names} | "
+            f"[{e.notebook}]({up}{e.notebook}.ipynb) |"
+        )
     return "\n".join(lines)
 
 # %% ../../nbs/workshop/09_equations.ipynb #a438fa8e
@@ -172,30 +248,47 @@ class Lines(NamedTuple):
     code: int
     signature: int
 
+# %% ../../nbs/workshop/09_equations.ipynb #b40d2d6e
 def line_numbers(
     source: str,
 ) -> tuple[set, set]: # lines of code without those of the second set, lines of signatures
     "Numbers of the lines that hold code, from the tokens."
-    skip = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+    skip = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENCODING,
+        tokenize.ENDMARKER,
+    }
     tree, docs, ignored, signature = ast.parse(source), set(), set(), set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__": ignored |= set(range(node.lineno, node.end_lineno + 1))
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            ignored |= set(range(node.lineno, node.end_lineno + 1))
         if not isinstance(body, list) or not body or isinstance(node, ast.If): continue
-        if isinstance(body[0], ast.Expr) and isinstance(getattr(body[0].value, "value", None), str): docs.add(body[0].value.lineno)
-        if isinstance(node, ast.FunctionDef): signature |= set(range(node.lineno + 1, body[0].lineno))
+        if isinstance(body[0], ast.Expr) and isinstance(getattr(body[0].value, "value", None), str):
+            docs.add(body[0].value.lineno)
+        if isinstance(node, ast.FunctionDef):
+            signature |= set(range(node.lineno + 1, body[0].lineno))
     lines = set()
     for t in tokenize.generate_tokens(io.StringIO(source).readline):
-        if t.type not in skip and not (t.type == tokenize.STRING and t.start[0] in docs): lines |= set(range(t.start[0], t.end[0] + 1))
+        if t.type not in skip and not (t.type == tokenize.STRING and t.start[0] in docs):
+            lines |= set(range(t.start[0], t.end[0] + 1))
     lines -= ignored
     return lines - signature, lines & signature
 
+# %% ../../nbs/workshop/09_equations.ipynb #1549e527
 def method_lines(
     modules: tuple = METHOD, # names within the package
     folder: Path = PACKAGE,
 ) -> dict[str, Lines]: # module → its lines
     "Lines of exported modules."
-    return {m: Lines(*map(len, line_numbers(file_of(m, folder).read_text(encoding="utf-8")))) for m in modules}
+    return {
+        m: Lines(*map(len, line_numbers(file_of(m, folder).read_text(encoding="utf-8"))))
+        for m in modules
+    }
 
 # %% ../../nbs/workshop/09_equations.ipynb #5ead77a8
 def called_by(
@@ -210,6 +303,7 @@ def called_by(
     finally: sys.setprofile(before)
     return called
 
+# %% ../../nbs/workshop/09_equations.ipynb #4aa66795
 def exercised_lines(
     called: set[tuple[str, int]], # as `called_by` gives it
     modules: tuple = METHOD + SHELL, # names within the package
@@ -218,12 +312,20 @@ def exercised_lines(
     "Lines of the functions that were called, and of what stands around them."
     out = {}
     for m in modules:
-        source, firsts = file_of(m, folder).read_text(encoding="utf-8"), {n for f, n in called if Path(f) == file_of(m, folder)}
+        source, firsts = file_of(m, folder).read_text(encoding="utf-8"), {
+            n for f, n in called if Path(f) == file_of(m, folder)
+        }
         idle = set()
         for top in ast.parse(source).body:
             methods = [n for n in getattr(top, "body", []) if isinstance(n, ast.FunctionDef)]
-            for n in [top, *methods] if isinstance(top, ast.ClassDef) and methods else [top] * isinstance(top, ast.FunctionDef):
-                span = set(range(min([n.lineno, *(d.lineno for d in n.decorator_list)]), n.end_lineno + 1))
+            for n in (
+                [top, *methods]
+                if isinstance(top, ast.ClassDef) and methods
+                else [top] * isinstance(top, ast.FunctionDef)
+            ):
+                span = set(
+                    range(min([n.lineno, *(d.lineno for d in n.decorator_list)]), n.end_lineno + 1)
+                )
                 if not span & firsts: idle |= span
         out[m] = Lines(*(len(x - idle) if firsts else 0 for x in line_numbers(source)))
     return out

@@ -24,9 +24,11 @@ class Fault:
     status: int = 0 # answer with this code
     retry_after_s: int | None = None # with that header
     cut_at: int | None = None # close the connection after that many bytes of a body
-    stall_at: int | None = None # send that many bytes of a body and then nothing until the client goes
+    # send that many bytes of a body and then nothing until the client goes
+    stall_at: int | None = None
     delay_s: float = 0. # wait before the answer
 
+# %% ../../nbs/workshop/05_hub_stand_in.ipynb #9260907b
 @dataclass
 class Request:
     "What a client asked for."
@@ -35,11 +37,14 @@ class Request:
     range: str # the header, or empty
     token: str # what came as authorization, or empty
 
+# %% ../../nbs/workshop/05_hub_stand_in.ipynb #5125017a
 def commit_of(
     files: dict, # path → bytes
 ) -> str: # 40 hexadecimal digits
     "A commit that changes with any file."
-    return hashlib.sha1(b"".join(name.encode() + hashlib.sha256(files[name]).digest() for name in sorted(files))).hexdigest()
+    return hashlib.sha1(
+        b"".join(name.encode() + hashlib.sha256(files[name]).digest() for name in sorted(files))
+    ).hexdigest()
 
 # %% ../../nbs/workshop/05_hub_stand_in.ipynb #74056bf9
 _CONSTANTS = ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE", "HF_HUB_OFFLINE")
@@ -47,7 +52,8 @@ _CONSTANTS = ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE", "HF_HUB_OFFLINE")
 class LocalHub:
     "A server of data set repositories on 127.0.0.1; a context manager."
     def __init__(self):
-        self.repos, self.commits, self.storage = {}, {}, {} # repository → revision → files; the same → commit; SHA-256 → bytes
+        # repository → revision → files; the same → commit; SHA-256 → bytes
+        self.repos, self.commits, self.storage = {}, {}, {}
         self.gated, self.faults, self.log = set(), [], []
     def add(self,
         repo: str, # owner/name
@@ -69,11 +75,19 @@ class LocalHub:
     def endpoint(self): return f"http://127.0.0.1:{self.server.server_port}"
     def __enter__(self):
         from huggingface_hub import constants
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
+        )
         self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": .02}, daemon=True).start()
+        threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         self.before = {name: getattr(constants, name) for name in _CONSTANTS}
-        now = self.endpoint, self.before["HUGGINGFACE_CO_URL_TEMPLATE"].replace(constants.ENDPOINT, self.endpoint), False
+        now = (
+            self.endpoint,
+            self.before["HUGGINGFACE_CO_URL_TEMPLATE"].replace(constants.ENDPOINT, self.endpoint),
+            False,
+        )
         for name, value in zip(_CONSTANTS, now): setattr(constants, name, value)
         return self
     def __exit__(self, *_):
@@ -93,12 +107,35 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
-        self.hub.log.append(Request(self.command, path, self.headers.get("Range") or "", self.headers.get("Authorization") or ""))
-        self.fault = next((f for f in self.hub.faults if f.times > 0 and f.path in path and (f.status or f.delay_s or self.command == "GET")), Fault(""))
+        self.hub.log.append(
+            Request(
+                self.command,
+                path,
+                self.headers.get("Range") or "",
+                self.headers.get("Authorization") or "",
+            )
+        )
+        self.fault = next(
+            (
+                f
+                for f in self.hub.faults
+                if f.times > 0
+                and f.path in path
+                and (f.status or f.delay_s or self.command == "GET")
+            ),
+            Fault(""),
+        )
         self.fault.times -= 1
         time.sleep(self.fault.delay_s)
         if self.fault.status:
-            return self.send(self.fault.status, headers={} if self.fault.retry_after_s is None else {"Retry-After": str(self.fault.retry_after_s)})
+            return self.send(
+                self.fault.status,
+                headers=(
+                    {}
+                    if self.fault.retry_after_s is None
+                    else {"Retry-After": str(self.fault.retry_after_s)}
+                ),
+            )
         for pattern, answer in ROUTES:
             if m := re.fullmatch(pattern, path): return answer(self, *m.groups())
         self.send(404)
@@ -119,30 +156,68 @@ class _Handler(BaseHTTPRequestHandler):
 def _files(handler, repo, revision):
     "Files and commit of a revision; None after an error was sent."
     revisions = handler.hub.repos.get(repo)
-    if revisions is None: return handler.send(401, headers={"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+    if revisions is None:
+        return handler.send(
+            401, headers={"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
+        )
     for name, files in revisions.items():
-        if revision in (None, name, commit := handler.hub.commits[repo, name]) and (revision or name == "main"): return files, commit
-    handler.send(404, headers={"X-Error-Code": "RevisionNotFound", "X-Error-Message": f"Invalid rev id: {revision}"})
+        if revision in (None, name, commit := handler.hub.commits[repo, name]) and (
+            revision or name == "main"
+        ):
+            return files, commit
+    handler.send(
+        404,
+        headers={
+            "X-Error-Code": "RevisionNotFound",
+            "X-Error-Message": f"Invalid rev id: {revision}",
+        },
+    )
 
-def _json(handler, data): handler.send(200, json.dumps(data).encode(), {"Content-Type": "application/json"})
+# %% ../../nbs/workshop/05_hub_stand_in.ipynb #8e8c3578
+def _json(handler, data):
+    handler.send(200, json.dumps(data).encode(), {"Content-Type": "application/json"})
 
 def _info(handler, repo, revision):
     if found := _files(handler, repo, revision):
-        _json(handler, dict(_id="0", id=repo, sha=found[1], private=False, gated="auto" if repo in handler.hub.gated else False, disabled=False, downloads=0, likes=0,
-                            tags=[], siblings=[dict(rfilename=name, size=len(found[0][name])) for name in sorted(found[0])]))
+        _json(
+            handler,
+            dict(
+                _id="0",
+                id=repo,
+                sha=found[1],
+                private=False,
+                gated="auto" if repo in handler.hub.gated else False,
+                disabled=False,
+                downloads=0,
+                likes=0,
+                tags=[],
+                siblings=[
+                    dict(rfilename=name, size=len(found[0][name])) for name in sorted(found[0])
+                ],
+            ),
+        )
 
+# %% ../../nbs/workshop/05_hub_stand_in.ipynb #cd87b066
 def _refs(handler, repo):
     refs = {"branches": [], "tags": [], "converts": [], "pullRequests": []}
     for name in handler.hub.repos[repo]:
-        kind, ref = ("converts", name) if name.startswith("refs/convert/") else ("branches", f"refs/heads/{name}")
-        refs[kind].append(dict(name=name.split("/")[-1], ref=ref, targetCommit=handler.hub.commits[repo, name]))
+        kind, ref = (
+            ("converts", name)
+            if name.startswith("refs/convert/")
+            else ("branches", f"refs/heads/{name}")
+        )
+        refs[kind].append(
+            dict(name=name.split("/")[-1], ref=ref, targetCommit=handler.hub.commits[repo, name])
+        )
     _json(handler, refs)
 
+# %% ../../nbs/workshop/05_hub_stand_in.ipynb #881f115b
 def _tree(handler, repo, revision, folder):
     if found := _files(handler, repo, revision):
         start, entries = f"{folder.strip('/')}/" if folder else "", {}
         for name, data in found[0].items():
-            if name.startswith(start) and "/" in (rest := name[len(start):]): entries[start + rest.split("/")[0]] = dict(type="directory", oid="0", size=0)
+            if name.startswith(start) and "/" in (rest := name[len(start):]):
+                entries[start + rest.split("/")[0]] = dict(type="directory", oid="0", size=0)
             elif name.startswith(start): entries[name] = dict(type="file", oid="0", size=len(data))
         _json(handler, [dict(path=path, **entry) for path, entry in entries.items()])
 
@@ -151,14 +226,31 @@ def _resolve(handler, repo, revision, name):
     if not (found := _files(handler, repo, revision)): return
     head = {"X-Repo-Commit": found[1]}
     if repo in handler.hub.gated and handler.headers.get("Authorization") != "Bearer let-me-in":
-        return handler.send(401, headers=head | {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to dataset {repo} is restricted."})
-    if name not in found[0]: return handler.send(404, headers=head | {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
+        return handler.send(
+            401,
+            headers=head
+            | {
+                "X-Error-Code": "GatedRepo",
+                "X-Error-Message": f"Access to dataset {repo} is restricted.",
+            },
+        )
+    if name not in found[0]:
+        return handler.send(
+            404,
+            headers=head | {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"},
+        )
     data = found[0][name]
     digest = next(k for k, v in handler.hub.storage.items() if v is data or v == data)
-    if not name.endswith(".parquet"): return _bytes(handler, data, head | {"ETag": f'"{digest[:40]}"'})
+    if not name.endswith(".parquet"):
+        return _bytes(handler, data, head | {"ETag": f'"{digest[:40]}"'})
     location = f"http://localhost:{handler.hub.server.server_port}/storage/{digest}"
-    handler.send(302, headers=head | {"Location": location, "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))})
+    handler.send(
+        302,
+        headers=head
+        | {"Location": location, "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))},
+    )
 
+# %% ../../nbs/workshop/05_hub_stand_in.ipynb #ba771229
 def _storage(handler, digest):
     _bytes(handler, handler.hub.storage[digest], {"ETag": f'"{digest}"'})
 
@@ -166,9 +258,20 @@ def _bytes(handler, data, headers):
     m = re.fullmatch(r"bytes=(\d+)-(\d*)", handler.headers.get("Range") or "")
     if not m: return handler.send(200, data, headers | {"Accept-Ranges": "bytes"})
     start, stop = int(m[1]), int(m[2] or len(data) - 1) + 1
-    if start >= len(data): return handler.send(416, headers=headers | {"Content-Range": f"bytes */{len(data)}"})
-    handler.send(206, data[start:stop], headers | {"Content-Range": f"bytes {start}-{min(stop, len(data)) - 1}/{len(data)}"})
+    if start >= len(data):
+        return handler.send(416, headers=headers | {"Content-Range": f"bytes */{len(data)}"})
+    handler.send(
+        206,
+        data[start:stop],
+        headers | {"Content-Range": f"bytes {start}-{min(stop, len(data)) - 1}/{len(data)}"},
+    )
 
+# %% ../../nbs/workshop/05_hub_stand_in.ipynb #04a79378
 _REPO, _REVISION = r"([^/]+/[^/]+)", r"(refs/convert/\w+|[^/]+)"
-ROUTES = ((rf"/api/datasets/{_REPO}(?:/revision/(.+))?", _info), (rf"/api/datasets/{_REPO}/refs", _refs),
-          (rf"/api/datasets/{_REPO}/tree/{_REVISION}(/.+)?", _tree), (rf"/datasets/{_REPO}/resolve/{_REVISION}/(.+)", _resolve), (r"/storage/(\w+)", _storage))
+ROUTES = (
+    (rf"/api/datasets/{_REPO}(?:/revision/(.+))?", _info),
+    (rf"/api/datasets/{_REPO}/refs", _refs),
+    (rf"/api/datasets/{_REPO}/tree/{_REVISION}(/.+)?", _tree),
+    (rf"/datasets/{_REPO}/resolve/{_REVISION}/(.+)", _resolve),
+    (r"/storage/(\w+)", _storage),
+)

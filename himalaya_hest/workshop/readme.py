@@ -28,7 +28,10 @@ def output_text(
 ) -> str: # Markdown, empty if there is nothing a README can show
     "The Markdown of one saved output. An error saved in the page is refused with `ValueError`."
     if output["output_type"] == "error":
-        raise ValueError(f"the page holds a saved error ({output['ename']}: {output['evalue']}): run the notebook again")
+        raise ValueError(
+            f"the page holds a saved error ({output['ename']}: {output['evalue']}): run "
+            "the notebook again"
+        )
     data = output.get("data", {})
     if "text/markdown" in data: return "".join(data["text/markdown"]).strip("\n")
     text = "".join(output.get("text", data.get("text/plain", ""))).rstrip()
@@ -59,6 +62,7 @@ def readme_text(
     parts = [cell_markdown(cell) for cell in notebook["cells"]]
     return "\n\n".join([NOTICE, *[p for p in parts if p]]) + "\n"
 
+# %% ../../nbs/workshop/06_readme.ipynb #90a9fe5b
 def write_readme(
     root: str = ".", # folder that holds nbs/index.ipynb and README.md
     check: bool = False, # only compare
@@ -82,7 +86,8 @@ def main(
         return 2
     same = write_readme(root, check=bool(arguments))
     if same: print("README.md is in step with nbs/index.ipynb")
-    elif arguments: print("README.md is out of step with nbs/index.ipynb: run `make readme`", file=sys.stderr)
+    elif arguments:
+        print("README.md is out of step with nbs/index.ipynb: run `make readme`", file=sys.stderr)
     else: print("wrote README.md")
     return int(bool(arguments) and not same)
 

@@ -47,15 +47,20 @@ def short_run(
         saved = Path(folder)/record["run_id"]/"adapter"/"adapter_model.safetensors"
         digest = tensor_digest(load_file(saved))
     losses = [h["train_loss"] for h in record["history"] if "train_loss" in h]
-    found = {g: v for g, v in values_of(record).items() if g not in ("scores", "final", "confusion")}
+    found = {
+        g: v for g, v in values_of(record).items() if g not in ("scores", "final", "confusion")
+    }
     return dict(method_versions=record["method_versions"], machine=machine_of(record),
                 adapter=digest, losses=losses) | json.loads(json.dumps(found))
 
+# %% ../../nbs/workshop/12_short_runs.ipynb #9b9c1b8c
 def machine_of(
     record: dict, # of a run
 ) -> dict: # what the last bits of a float hang on
     "Processor, instruction sets and the version of torch."
-    return {k: record["device"][k] for k in ("cpu", "cpu_capability")} | dict(torch=record["versions"]["torch"])
+    return {k: record["device"][k] for k in ("cpu", "cpu_capability")} | dict(
+        torch=record["versions"]["torch"]
+    )
 
 # %% ../../nbs/workshop/12_short_runs.ipynb #c5a2f996
 def _counted(groups):
@@ -70,11 +75,22 @@ def short_faults(
     "What differs and should not."
     if kept["machine"] == now["machine"]:
         old, new = leaves(kept), leaves(now)
-        return [f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now" for p in {**old, **new} if old.get(p) != new.get(p)]
-    far = [f"loss {i}: {a} kept, {b} now" for i, (a, b) in enumerate(zip(kept["losses"], now["losses"]))
-           if not math.isclose(a, b, rel_tol=1e-3)]
+        return [
+            f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now"
+            for p in {**old, **new}
+            if old.get(p) != new.get(p)
+        ]
+    far = [
+        f"loss {i}: {a} kept, {b} now"
+        for i, (a, b) in enumerate(zip(kept["losses"], now["losses"]))
+        if not math.isclose(a, b, rel_tol=1e-3)
+    ]
     old, new = _counted(kept), _counted(now)
-    return far + [f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now" for p in {**old, **new} if old.get(p) != new.get(p)]
+    return far + [
+        f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now"
+        for p in {**old, **new}
+        if old.get(p) != new.get(p)
+    ]
 
 # %% ../../nbs/workshop/12_short_runs.ipynb #cd8433bd
 def renewed(
@@ -85,8 +101,12 @@ def renewed(
     "The new record; `ValueError` where it differs and the method's version is the same."
     faults = short_faults(kept, now) if kept else []
     if faults and kept["method_versions"] == now["method_versions"]:
-        raise ValueError(f"{name} computes something else than its record ({faults[0]}): raise its number "
-                         "in METHOD_VERSIONS of adapters.registry, and make its other records again as well")
+        raise ValueError(
+            f"{name} computes something else than its record ({faults[0]}): raise its "
+            "number "
+            "in METHOD_VERSIONS of adapters.registry, and make its other records again as "
+            "well"
+        )
     return now
 
 # %% ../../nbs/workshop/12_short_runs.ipynb #b07bf44f
@@ -94,15 +114,22 @@ def main(
     arguments: list[str], # of the command line
     path: str | Path = "nbs/records/short_runs.json",
 ) -> int: # exit status
-    "`python -m himalaya_hest.workshop.short_runs [--write]`: run all, compare, and keep what came out."
-    kept = json.loads(Path(path).read_text(encoding="utf-8")) if Path(path).exists() else {"runs": {}}
+    """`python -m himalaya_hest.workshop.short_runs [--write]`: run all, compare, and keep what came
+    out."""
+    kept = (
+        json.loads(Path(path).read_text(encoding="utf-8")) if Path(path).exists() else {"runs": {}}
+    )
     out, faults = {}, []
     with tempfile.TemporaryDirectory() as cache:
         for name in CONTINUAL + ENERGY:
             now = short_run(name, cache)
             if "--write" in arguments: out[name] = renewed(kept["runs"].get(name), now, name)
             else: faults += [f"{name}: {f}" for f in short_faults(kept["runs"][name], now)]
-            print(name, "differs" if any(f.startswith(f"{name}: ") for f in faults) else "is the same", flush=True)
+            print(
+                name,
+                "differs" if any(f.startswith(f"{name}: ") for f in faults) else "is the same",
+                flush=True,
+            )
     if out:
         whole = dict(command="python -m himalaya_hest.workshop.short_runs --write", runs=out)
         text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).replace(',"', ',\n"')

@@ -23,10 +23,21 @@ SECTIONS = [ # title, what the notebooks' names match
     ("Metrics, data, sources", r"88[a-z]?_|adapters/\d+_citations|study/\d+_quoted"),
     ("Project", r"89[a-z]?_|log\b"),
 ]
-FLOORS = { # folder of nbs → title, in the order in which they build on one another
-    "ground": "Ground", "bridge": "PEFT and Trainer", "himalaya": "HIMALAYA", "hest": "HEST", "adapters": "Registry and rivals",
-    "measures": "Measures", "streams": "Streams", "running": "One run", "compare": "Many runs", "jobs": "Commands' work", "onnx": "ONNX", "cli": "Command line",
-    "study": "This study", "workshop": "Workshop",
+FLOORS = {  # folder of nbs → title, in the order in which they build on one another
+    "ground": "Ground",
+    "bridge": "PEFT and Trainer",
+    "himalaya": "HIMALAYA",
+    "hest": "HEST",
+    "adapters": "Registry and rivals",
+    "measures": "Measures",
+    "streams": "Streams",
+    "running": "One run",
+    "compare": "Many runs",
+    "jobs": "Commands' work",
+    "onnx": "ONNX",
+    "cli": "Command line",
+    "study": "This study",
+    "workshop": "Workshop",
 }
 
 def sidebar(
@@ -38,37 +49,73 @@ def sidebar(
         found = [n for n in left if re.match(pattern, n)]
         left[:] = [n for n in left if n not in found]
         return found
-    order = lambda title, found: sorted(found, key=lambda n: next(i for i, p in enumerate(dict(SECTIONS)[title].split("|")) if re.match(p, n)))
-    contents = ["index.ipynb"] + [dict(section=title, contents=found) for title, pattern in SECTIONS if (found := order(title, take(pattern)))]
-    floors = take("00_face") + [dict(section=title, contents=found) for folder, title in FLOORS.items() if (found := take(f"{folder}/"))]
-    if left: raise ValueError(f"{', '.join(left)}: no section of the sidebar takes this; add it to SECTIONS in nbs/workshop/07_site.ipynb")
-    return dict(website=dict(sidebar=dict(contents=contents + [dict(section="API reference", contents=floors)])))
+    order = lambda title, found: sorted(
+        found,
+        key=lambda n: next(
+            i for i, p in enumerate(dict(SECTIONS)[title].split("|")) if re.match(p, n)
+        ),
+    )
+    contents = ["index.ipynb"] + [
+        dict(section=title, contents=found)
+        for title, pattern in SECTIONS
+        if (found := order(title, take(pattern)))
+    ]
+    floors = take("00_face") + [
+        dict(section=title, contents=found)
+        for folder, title in FLOORS.items()
+        if (found := take(f"{folder}/"))
+    ]
+    if left:
+        raise ValueError(
+            f"{', '.join(left)}: no section of the sidebar takes this; add it to SECTIONS "
+            "in nbs/workshop/07_site.ipynb"
+        )
+    return dict(
+        website=dict(
+            sidebar=dict(contents=contents + [dict(section="API reference", contents=floors)])
+        )
+    )
 
 # %% ../../nbs/workshop/07_site.ipynb #41190e96
-SITE, REPOSITORY = "https://himalaya-hest.github.io/himalaya_hest/", "https://github.com/himalaya-hest/himalaya_hest/blob/main/"
+SITE, REPOSITORY = (
+    "https://himalaya-hest.github.io/himalaya_hest/",
+    "https://github.com/himalaya-hest/himalaya_hest/blob/main/",
+)
 
 def page_of(
     notebook: str, # path under nbs
 ) -> str: # path of its page
     "How nbdev names the page of a notebook."
     folder, slash, name = notebook.rpartition("/")
-    return folder + slash + re.sub(r"^\d+[a-zA-Z0-9]*_", "", name.lower()).removesuffix(".ipynb") + ".html"
+    return (
+        folder
+        + slash
+        + re.sub(r"^\d+[a-zA-Z0-9]*_", "", name.lower()).removesuffix(".ipynb")
+        + ".html"
+    )
 
+# %% ../../nbs/workshop/07_site.ipynb #f9d3d91b
 def links_in(
     text: str, # Markdown
 ) -> list[str]: # targets
     "Where a Markdown text links to; code is left out."
     text = re.sub(r"^(`{3,}|~{3,}).*?^\1", "", text, flags=re.M | re.S)
     text = re.sub(r"(`+)(?!`).*?\1", "", text)
-    return re.findall(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)", text) + re.findall(r"""(?:href|src)=["']([^"']+)""", text) + re.findall(r"^\s*url:\s*(\S+)", text, flags=re.M)
+    return (
+        re.findall(r"\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)", text)
+        + re.findall(r"""(?:href|src)=["']([^"']+)""", text)
+        + re.findall(r"^\s*url:\s*(\S+)", text, flags=re.M)
+    )
 
+# %% ../../nbs/workshop/07_site.ipynb #2fc1d2cf
 def leads_nowhere(
     target: str, # of a link
     folder: Path, # of the file that has it
     root: Path, # of the repository
     pages: set[str], # paths of all pages
 ) -> bool:
-    "Whether a link to the repository or the site has nothing at its end; other sites are not asked."
+    """Whether a link to the repository or the site has nothing at its end; other sites are not
+    asked."""
     target, _, _ = target.partition("#")
     if target.startswith(SITE): return bool(name := target.removeprefix(SITE)) and name not in pages
     if target.startswith(REPOSITORY): return not (root/target.removeprefix(REPOSITORY)).exists()
@@ -78,13 +125,24 @@ def leads_nowhere(
 # %% ../../nbs/workshop/07_site.ipynb #c7565ac9
 def notebooks_of(root: Path) -> list[Path]: # sorted
     "All notebooks of the project."
-    return sorted(p for p in (root/"nbs").rglob("*.ipynb") if not any(part.startswith((".", "_")) for part in p.relative_to(root).parts))
+    return sorted(
+        p
+        for p in (root / "nbs").rglob("*.ipynb")
+        if not any(part.startswith((".", "_")) for part in p.relative_to(root).parts)
+    )
 
+# %% ../../nbs/workshop/07_site.ipynb #11872d17
 def _texts(cell):
     "The Markdown of a cell."
     if cell["cell_type"] == "markdown": return ["".join(cell["source"])]
-    return ["".join(o["data"][kind]) for o in cell.get("outputs", []) for kind in ("text/markdown", "text/html") if kind in o.get("data", {})]
+    return [
+        "".join(o["data"][kind])
+        for o in cell.get("outputs", [])
+        for kind in ("text/markdown", "text/html")
+        if kind in o.get("data", {})
+    ]
 
+# %% ../../nbs/workshop/07_site.ipynb #094fe732
 def broken_links(
     root: str | Path = ".", # of the repository
 ) -> list[str]: # "file: target"
@@ -93,11 +151,40 @@ def broken_links(
     notebooks = notebooks_of(root)
     page = {p: page_of(p.relative_to(root/"nbs").as_posix()) for p in notebooks}
     pages = set(page.values())
-    twice = [f"{p.relative_to(root).as_posix()}: {page[p]} is the page of another notebook too: their names differ only in the number" for p in notebooks if [*page.values()].count(page[p]) > 1]
-    texts = [(p, t) for p in notebooks for cell in json.loads(p.read_text(encoding="utf-8"))["cells"] for t in _texts(cell)]
-    texts += [(p, p.read_text(encoding="utf-8")) for p in (*sorted(root.glob("*.md")), *sorted(root.glob(".github/**/*.md")), *sorted(root.glob(".github/**/*.yml")))]
-    wrong = [f"{p.relative_to(root)}: {t}" for p, text in texts for t in links_in(text) if leads_nowhere(t, p.parent, root, pages)]
-    named = [f"{p.relative_to(root)}: {n}" for p, text in texts for n in re.findall(r"(?<![\w/])(?:nbs|bench|himalaya_hest)/[\w/.-]*\.(?:ipynb|yaml|py|json)\b", text) if not (root/n).exists()]
+    twice = [
+        f"{p.relative_to(root).as_posix()}: {page[p]} is the page of another notebook too: "
+        "their names differ only in the number"
+        for p in notebooks
+        if [*page.values()].count(page[p]) > 1
+    ]
+    texts = [
+        (p, t)
+        for p in notebooks
+        for cell in json.loads(p.read_text(encoding="utf-8"))["cells"]
+        for t in _texts(cell)
+    ]
+    texts += [
+        (p, p.read_text(encoding="utf-8"))
+        for p in (
+            *sorted(root.glob("*.md")),
+            *sorted(root.glob(".github/**/*.md")),
+            *sorted(root.glob(".github/**/*.yml")),
+        )
+    ]
+    wrong = [
+        f"{p.relative_to(root)}: {t}"
+        for p, text in texts
+        for t in links_in(text)
+        if leads_nowhere(t, p.parent, root, pages)
+    ]
+    named = [
+        f"{p.relative_to(root)}: {n}"
+        for p, text in texts
+        for n in re.findall(
+            r"(?<![\w/])(?:nbs|bench|himalaya_hest)/[\w/.-]*\.(?:ipynb|yaml|py|json)\b", text
+        )
+        if not (root / n).exists()
+    ]
     return list(dict.fromkeys(twice + wrong + named))
 
 # %% ../../nbs/workshop/07_site.ipynb #0c1a5909
@@ -116,21 +203,54 @@ def alt_texts(
 ) -> list[str]: # one a picture, empty where there is none
     "The alternative texts of a cell's saved pictures."
     said = re.search(r"^#\|\s*fig-alt:\s*(.+)$", "".join(cell["source"]), re.M)
-    pictures = [o for o in cell.get("outputs", []) if any(k.startswith("image/") for k in o.get("data", {}))]
-    return [said[1] if said else next((v["alt"] for v in (o.get("metadata") or {}).values() if isinstance(v, dict) and v.get("alt")), "") for o in pictures]
+    pictures = [
+        o for o in cell.get("outputs", []) if any(k.startswith("image/") for k in o.get("data", {}))
+    ]
+    return [
+        (
+            said[1]
+            if said
+            else next(
+                (
+                    v["alt"]
+                    for v in (o.get("metadata") or {}).values()
+                    if isinstance(v, dict) and v.get("alt")
+                ),
+                "",
+            )
+        )
+        for o in pictures
+    ]
 
+# %% ../../nbs/workshop/07_site.ipynb #00fd4fdb
 def fig_alt(
     cell, # as nbdev's processors are given it, changed in place
 ) -> None:
-    "A processor of nbdev (`procs` in settings.ini): alternative texts of saved pictures as Quarto's directive."
-    if cell.get("cell_type") != "code" or "fig-alt" in "".join(cell["source"]) or not any(texts := alt_texts(cell)): return
-    cell["source"] = f"#| fig-alt: {json.dumps(texts[0] if len(texts) == 1 else texts, ensure_ascii=False)}\n" + "".join(cell["source"])
+    """A processor of nbdev (`procs` in settings.ini): alternative texts of saved pictures as
+    Quarto's directive."""
+    if (
+        cell.get("cell_type") != "code"
+        or "fig-alt" in "".join(cell["source"])
+        or not any(texts := alt_texts(cell))
+    ):
+        return
+    cell["source"] = (
+        "#| fig-alt: "
+        f"{json.dumps(texts[0] if len(texts) == 1 else texts, ensure_ascii=False)}\n"
+        + "".join(cell["source"])
+    )
 
+# %% ../../nbs/workshop/07_site.ipynb #cdf3d74d
 def figures_without_text(
     root: str | Path = ".", # of the repository
 ) -> list[str]: # "notebook: cell"
     "Cells with a saved picture that nothing describes."
-    return [f"{p.name}: {cell.get('id')}" for p in notebooks_of(Path(root)) for cell in json.loads(p.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code" and not all(alt_texts(cell))]
+    return [
+        f"{p.name}: {cell.get('id')}"
+        for p in notebooks_of(Path(root))
+        for cell in json.loads(p.read_text(encoding="utf-8"))["cells"]
+        if cell["cell_type"] == "code" and not all(alt_texts(cell))
+    ]
 
 # %% ../../nbs/workshop/07_site.ipynb #a024d51e
 def write_sidebar(
@@ -140,18 +260,27 @@ def write_sidebar(
     "Write nbs/sidebar.yml if it is out of step with the notebooks."
     import yaml
     path = Path(root)/"nbs"/"sidebar.yml"
-    text = "# Made by `python -m himalaya_hest.workshop.site`.\n" + yaml.safe_dump(sidebar([p.relative_to(path.parent).as_posix() for p in notebooks_of(Path(root))]), sort_keys=False, allow_unicode=True)
+    text = "# Made by `python -m himalaya_hest.workshop.site`.\n" + yaml.safe_dump(
+        sidebar([p.relative_to(path.parent).as_posix() for p in notebooks_of(Path(root))]),
+        sort_keys=False,
+        allow_unicode=True,
+    )
     same = path.exists() and path.read_text(encoding="utf-8") == text
     if not (same or check): path.write_text(text, encoding="utf-8")
     return same
 
+# %% ../../nbs/workshop/07_site.ipynb #9e0d7874
 def main(
     arguments: list[str], # of the command line
 ) -> int: # exit status
-    "`python -m himalaya_hest.workshop.site [--check]`: write the sidebar, name broken links and figures without a text."
+    """`python -m himalaya_hest.workshop.site [--check]`: write the sidebar, name broken links and
+    figures without a text."""
     same = write_sidebar(check="--check" in arguments)
-    faults = [f"broken link: {x}" for x in broken_links()] + [f"figure without an alternative text: {x}" for x in figures_without_text()]
-    if "--check" in arguments and not same: faults.append("nbs/sidebar.yml is out of step: run python -m himalaya_hest.workshop.site")
+    faults = [f"broken link: {x}" for x in broken_links()] + [
+        f"figure without an alternative text: {x}" for x in figures_without_text()
+    ]
+    if "--check" in arguments and not same:
+        faults.append("nbs/sidebar.yml is out of step: run python -m himalaya_hest.workshop.site")
     print("\n".join(faults) or "sidebar, links and figures are in order")
     return int(bool(faults))
 
