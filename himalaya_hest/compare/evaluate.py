@@ -21,8 +21,8 @@ from ..running.config import checked_parameters, plain_name
 from ..measures.continual import evaluated_rows, retained_accuracy
 from ..measures.energy import joules_source
 from .pairs import FEWEST, bca_interval, by_pair, is_number, median_interval, method_of
-from ..measures.records import Table, finished_runs, is_complete, load_record, load_records, record_path, run_role, same_world, summary_table, task_table
-from .figures import DARK, LIGHT, MIDDLE, Chart, new_figure, plain_axes, run_charts, run_report
+from ..measures.records import Table, check_record, finished_runs, is_complete, load_record, load_records, readable, record_path, run_role, same_world, summary_table, task_table
+from .figures import DARK, LIGHT, MIDDLE, Chart, new_figure, no_curve, plain_axes, run_charts, run_report
 from .standings import CHANCE, MAIN_PAIRS, _mean_of, chance_runs, chance_scores, exploratory_table, grouped_table, main_table, paired_table
 
 # %% ../../nbs/compare/05_evaluate.ipynb #562f3dc8
@@ -32,7 +32,7 @@ def zero_shot_scores(
 ) -> dict | None: # task → score; None where there is no such run
     "The scores of the most recent zero-shot run of a world."
     for run_id in reversed(finished_runs(results_dir)) if world else ():
-        if "zero_shot" not in record_path(results_dir, run_id).read_text(encoding="utf-8"): continue
+        if not (path := record_path(results_dir, run_id)).is_file() or b"zero_shot" not in path.read_bytes(): continue
         try: r = load_record(results_dir, run_id)
         except ValueError: continue
         if r["config"].get("protocol") == "zero_shot" and (r.get("world") or {}).get("digest") == world: return dict(zip(r["tasks"], r["matrix"][-1]))
@@ -60,7 +60,7 @@ def _write_tables(path, tables):
 
 def _save_charts(charts, folder, prefix):
     "Write figures and print their paths."
-    paths = [chart.save(folder, prefix) for chart in charts]
+    paths = [path for chart in charts if (path := chart.save(folder, prefix))] # none of a sentence in a figure's place
     for path in paths: print(path)
     return paths
 
@@ -163,7 +163,8 @@ def _chance_curve(records, x):
 def retained_bands(
     records: list[dict], # of one world, with complete matrices
 ) -> Chart: # topic retained_accuracy
-    "The retained-accuracy curve of each method with its band over pairs."
+    "The retained-accuracy curve of each method with its band over pairs; a sentence for a single task."
+    if none := no_curve(len(records[0]["tasks"])): return none
     x = evaluated_rows(records[0]["matrix"]) + 1
     curves = {m: np.array([retained_accuracy(r["matrix"])[x - 1] for r in runs.values()]) for m, runs in by_pair(records).items()}
     curves = dict(sorted(curves.items(), key=lambda c: -c[1].mean()))
@@ -318,8 +319,9 @@ def evaluate_runs(
     records: list[dict] | None = None, # records from elsewhere; None: they are on disk
     output_dir: str | Path = "", # where files are written; empty: see `output_folder`
 ) -> list: # tables and figures, for display(*...)
-    "Evaluate runs, write all files, print their paths."
-    records = same_world(load_records(results_dir, run_ids) if records is None else records)
+    "Evaluate runs, write all files, print their paths; of several a damaged record is left out with a warning."
+    told = lambda i, r: f"record {i} ({str(r.get('run_id'))[:80]!r})" if isinstance(r, dict) else f"record {i}"
+    records = load_records(results_dir, run_ids) if records is None else same_world(readable(lambda ir: check_record(ir[1], told(*ir)), list(enumerate(records))))
     out, zero = output_folder(results_dir, output_dir), zero_shot_scores(results_dir, (records[0].get("world") or {}).get("digest"))
     for r in records: _own_folder(out, r) # refused before anything is written
     if len(records) > 1: by_pair(records)

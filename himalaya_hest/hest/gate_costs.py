@@ -26,10 +26,6 @@ class GateCosts:
     def floor(self) -> float: # share of the whole
         "The smallest budget that every token can keep: the largest share of what no gate can save, over tokens that see few or very many keys, with the head and without."
         return max(self.of_token("fixed", n, h) / self.of_token("full", n, h) for n in (1, 1e9) for h in (0, 1) if self.of_token("full", n, h))
-    def ceiling(self) -> float: # share of the whole
-        "The most that a token can spend, all gates in their dearest state."
-        fixed = [f + t.max(1).sum() for f, t in zip(self.fixed, (self.constant, self.per_key))]
-        return max((fixed[0] + fixed[1] * n + self.head * h) / self.of_token("full", n, h) for n in (1, 1e9) for h in (0, 1) if self.of_token("full", n, h))
 
 # %% ../../nbs/hest/02_gate_costs.ipynb #71f64d33
 def _worst(self,

@@ -130,7 +130,7 @@ class GatedModel(ShellModel):
     def install(self, model):
         super().install(model)
         handles = [model.register_forward_pre_hook(partial(before_forward, self), with_kwargs=True), model.register_forward_hook(partial(after_forward, self), with_kwargs=True, always_call=True)]
-        self.__dict__.update(_last=LastPass(), _recorder=None, _handles=handles, _watched=set(), _replaced=[], _checkpointed=[m for m in model.modules() if hasattr(m, "gradient_checkpointing")])
+        self.__dict__.update(_last=LastPass(), _recorder=None, _hooks={}, _handles=handles, _watched=set(), _replaced=[], _checkpointed=[m for m in model.modules() if hasattr(m, "gradient_checkpointing")])
     def unload(self):
         for handle in self._handles: handle.remove()
         for block in self._replaced: block.forward.put_back(block)
@@ -330,10 +330,16 @@ class BudgetHooks(StreamHooks):
     def load_state_dict(self, state): self.budget.load_state_dict(state)
 
 # %% ../../nbs/hest/12_shell.ipynb #a75f1c25
-def _stream_hooks(self, adapter_name: str | None = None) -> BudgetHooks:
+def _stream_hooks(self, adapter_name: str | None = None) -> BudgetHooks: # one object per adapter
     "The hooks that keep an adapter's budget along training."
     name = adapter_name or self.active_adapters[0]
-    return BudgetHooks(self, name, self.budget(self.peft_config[name]).to(self.cores[name].s.device))
+    if name not in self._hooks: self._hooks[name] = BudgetHooks(self, name, self.budget(self.peft_config[name]).to(self.cores[name].s.device))
+    return self._hooks[name]
+
+def _delete_adapter(self, adapter_name: str) -> None:
+    "With its hooks: another adapter of the name begins anew."
+    ShellModel.delete_adapter(self, adapter_name)
+    self._hooks.pop(adapter_name, None)
 
 def _optimizer_groups(self, base_lr: float) -> list[dict]: # for torch.optim.AdamW
     "The controller and the gates at their own rate, without weight decay; everything else at the base rate."
@@ -356,7 +362,7 @@ def _gate_costs(self, adapter_name: str | None = None) -> dict[str, float]: # mu
     return dict(directions=int(core.places.cost().sum()) * core.rank, controller=core.controller.multiply_adds(inputs))
 
 GatedModel.energy, GatedModel.forget_pass, GatedModel.stream_hooks, GatedModel.optimizer_groups = _mean_energy, _forget_pass, _stream_hooks, _optimizer_groups
-GatedModel.controller_parameters, GatedModel.gate_costs = _controller_parameters, _gate_costs
+GatedModel.controller_parameters, GatedModel.gate_costs, GatedModel.delete_adapter = _controller_parameters, _gate_costs, _delete_adapter
 
 # %% ../../nbs/hest/12_shell.ipynb #c723bbf3
 @dataclass

@@ -6,7 +6,6 @@
 __all__ = ['FinishedRun', 'open_run']
 
 # %% ../../nbs/jobs/04_finished_run.ipynb #5e2d039e
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from ..bridge.saved import load_adapter
 from ..streams.batching import as_asked
 from ..running.config import RunConfig
 from .run import load_backbone
-from ..measures.records import Record
+from ..measures.records import Record, read_record
 from ..adapters.registry import import_adapter_module, need_adapter_module
 
 # %% ../../nbs/jobs/04_finished_run.ipynb #5b4482da
@@ -39,12 +38,12 @@ def open_run(
     folder = Path(folder)
     if not (folder/"record.json").exists(): raise ValueError(f"{folder} holds no finished run: there is no record.json")
     if not (folder/"adapter").is_dir(): raise ValueError(f"{folder} keeps no adapter: runs of the protocols single and zero_shot have none at their end")
-    record = Record(json.loads((folder/"record.json").read_text(encoding="utf-8")))
+    record = read_record(folder/"record.json")
     need_adapter_module(str(folder), record["config"], adapter_module)
     source, now = record["config"].get("adapter_source"), import_adapter_module(adapter_module)
     if source and source != now: raise ValueError(f"{folder} was made with another source of {record['config']['adapter']!r} than {adapter_module} has now (SHA-256 {source[:12]}…, now {now[:12]}…): give the module as it was")
     config = RunConfig(**record["config"] | dict(cache_dir=str(cache_dir)))
     backbone, tokenizer, digest = load_backbone(config.model, config.model_revision, "float32", "none")
-    wanted = record["world"]["backbone"]
+    wanted = (record.get("world") or {}).get("backbone") or "none"
     if digest != wanted: raise ValueError(f"the backbone {config.model!r} is not the one of the run: its digest is {digest[:12]}, the record has {wanted[:12]}")
     return FinishedRun(load_adapter(backbone, folder/"adapter").eval(), as_asked(tokenizer, config.chat_template), config, record)

@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from ..running.config import resolve
-from ..measures.records import Table
+from ..measures.records import Table, read_record
 from ..running.run_lock import held_by
 from ..streams.tasks import nearest
 
@@ -97,7 +97,7 @@ def write_compact(
     command: str, # that made it
 ) -> None:
     "One compact record, with a line for each of its larger parts."
-    record = json.loads(source.read_text(encoding="utf-8"))
+    record = read_record(source)
     text = json.dumps(compact(record, command), ensure_ascii=False, separators=(",", ":"))
     out.mkdir(parents=True, exist_ok=True)
     (out/f"{record['run_id']}.json").write_text(text.replace('],[', '],\n[').replace(',"', ',\n"') + "\n", encoding="utf-8")

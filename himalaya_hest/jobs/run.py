@@ -26,7 +26,7 @@ import signal
 import subprocess
 import time
 import warnings
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +39,7 @@ import torch
 import himalaya_hest, himalaya_hest.streams.long_world # which registers the twins of the studies of energy
 from ..bridge.saved import save_adapter
 from ..streams.batching import Collator, TaskLoader, as_asked
-from ..running.checkpoint import FULL, CheckpointWarning, StorageError, latest_checkpoint, random_states, save_checkpoint, seed_all, set_random_states, telling_refusals, write_atomic
+from ..running.checkpoint import FULL, CheckpointWarning, StorageError, latest_checkpoint, random_states, save_checkpoint, seed_all, set_random_states, sync_tree, telling_refusals, write_atomic
 from ..measures.programs import Limits, run_programs
 from ..running.config import RunConfig, evaluation_schedule, resolve, save_config, told_parameters
 from ..measures.continual import continual_summary
@@ -60,7 +60,7 @@ from ..ground.parallel import check_same, start_processes, with_processes
 from ..running.plan import make_plan, model_config, model_folder, plan_numbers, plan_text
 from ..ground.quiet import without_bars
 from ..ground.processes import Leading, as_only_process, followed, is_main_process, largest, main_first, num_processes, on_main, tensors_from_main
-from ..measures.records import Record
+from ..measures.records import Record, read_record
 from ..adapters.registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, method_versions, searched_defaults, serving_bytes
 from ..running.run_lock import locked
 from .search import GivenUp, search, with_setting
@@ -186,25 +186,26 @@ def load_tasks(
     source,
     tokenizer,
     max_length: int, # tokens of prompt and target
-    progress: Callable = lambda items, **kw: items, # wraps the list of tasks
+    progress: Callable = lambda items, **kw: contextlib.nullcontext(items), # shows the list of tasks while it is gone through
 ) -> dict[str, TaskData]:
     "Materialise all tasks: tokenised once, Arrow files in the cache."
     training, evaluation, out, cuts = config.training, config.evaluation, {}, {}
     kw = dict(tokenizer=tokenizer, max_length=max_length, cache_dir=config.cache_dir, tokenizer_key=tokenizer_digest(tokenizer))
     trained, evaluated = (s.tasks for s in instructed(stream, config.instructions, config.stream))
     marked = marks_instruction(config.instructions)
-    for task, learnt, asked in progress(list(zip(stream.tasks, trained, evaluated)), desc="data", unit="task"):
-        train = None if config.protocol == "zero_shot" else materialise(learnt, source, "train", max_rows=training["max_train_rows"],
-            label_noise=training["label_noise"], noise_seed=config.seed, **kw)
-        held = materialise(asked, source, "validation", max_rows=evaluation["max_eval_rows"], **kw)
-        final = materialise(asked, source, "validation", max_rows=evaluation["final_eval_rows"], **kw) if evaluation["final_eval_rows"] else None
-        chosen_by = materialise(learnt, source, "development", max_rows=evaluation["max_development_rows"], **kw) if training["eval_steps"] else None
-        development = chosen_by and evaluation_task(task, chosen_by, evaluation["max_new_tokens"], marked)
-        out[task.name] = TaskData(task, train, evaluation_task(task, held, evaluation["max_new_tokens"], marked), Collator(tokenizer, marks_instruction=marked),
-                                  training["per_device_train_batch_size"], config.seed, final, learnt.instruction if tells_hooks(config.instructions) else "", development, training["dataloader_num_workers"])
-        cuts |= {f"{task.name}, {name}": cut_counts(rows) for name, rows in (("train", train), ("validation", final or held), ("development", chosen_by)) if rows is not None}
-        for rows in (train, held, final, chosen_by):
-            if rows is not None: rows.close()
+    with progress(list(zip(stream.tasks, trained, evaluated)), desc="data", unit="task") as todo:
+        for task, learnt, asked in todo:
+            train = None if config.protocol == "zero_shot" else materialise(learnt, source, "train", max_rows=training["max_train_rows"],
+                label_noise=training["label_noise"], noise_seed=config.seed, **kw)
+            held = materialise(asked, source, "validation", max_rows=evaluation["max_eval_rows"], **kw)
+            final = materialise(asked, source, "validation", max_rows=evaluation["final_eval_rows"], **kw) if evaluation["final_eval_rows"] else None
+            chosen_by = materialise(learnt, source, "development", max_rows=evaluation["max_development_rows"], **kw) if training["eval_steps"] else None
+            development = chosen_by and evaluation_task(task, chosen_by, evaluation["max_new_tokens"], marked)
+            out[task.name] = TaskData(task, train, evaluation_task(task, held, evaluation["max_new_tokens"], marked), Collator(tokenizer, marks_instruction=marked),
+                                      training["per_device_train_batch_size"], config.seed, final, learnt.instruction if tells_hooks(config.instructions) else "", development, training["dataloader_num_workers"])
+            cuts |= {f"{task.name}, {name}": cut_counts(rows) for name, rows in (("train", train), ("validation", final or held), ("development", chosen_by)) if rows is not None}
+            for rows in (train, held, final, chosen_by):
+                if rows is not None: rows.close()
     tell_cuts(cuts, max_length)
     return out
 
@@ -362,6 +363,20 @@ def newest_checkpoint(run: ContinualRun) -> tuple | None: # tensors and meta
     return tensors_from_main(found[0] if found else {}), meta
 
 # %% ../../nbs/jobs/03_run.ipynb #418ed8fd
+def _position_of(told, run):
+    "A checkpoint's position; `ValueError` for one that a run of this stream cannot have."
+    T, known = len(run.order), {f.name for f in fields(Position)}
+    begun = f"{run.folder}/checkpoints: its newest checkpoint has"
+    way_out = "it was changed, or another version of this package wrote it: restore it from a copy, or remove the folder and begin anew"
+    if strange := sorted(told.keys() - known): raise ValueError(f"{begun} a position with {', '.join(strange)}, which this version does not know; {way_out}")
+    p = Position(**told)
+    reached = (p.task in range(len(run.lessons)) or p.task == T) and len(p.scores) == p.task
+    if not reached or any(n not in s for n, s in zip(run.order, p.scores)):
+        raise ValueError(f"{begun} the position task {p.task} with the scores of {len(p.scores)} tasks, in a stream of {T}; {way_out}")
+    if p.task < len(run.lessons) and p.in_task and not 0 <= p.in_task["step"] <= lesson_steps(run, p.task):
+        raise ValueError(f"{begun} the position step {p.in_task['step']} of task {p.task}, which has {lesson_steps(run, p.task)}; {way_out}")
+    return p
+
 def restore_run(
     run: ContinualRun,
 ) -> TaskState | None: # the training inside a task, if the checkpoint lies inside one
@@ -372,7 +387,7 @@ def restore_run(
     part = lambda kind: {n[len(kind) + 1:]: t for n, t in tensors.items() if n.startswith(kind + "/")}
     if meta["world"] != _held_to(run.world):
         raise ValueError(f"{run.folder}: the data, the stream's file or the backbone changed since this run began; restore them, or begin anew under another run_id")
-    run.position = Position(**meta["position"])
+    run.position = _position_of(meta["position"], run)
     load_adapter_tensors(run.adapter, part("adapter"))
     run.adapter.hooks.load_state_dict(part("hooks"))
     set_random_states(part("random"))
@@ -392,6 +407,8 @@ def claim_folder(
     finished = (folder/"record.json").exists()
     if config.overwrite and (differ or finished): _remove(folder)
     elif differ and (finished or (folder/"checkpoints").exists()): raise ValueError(f"{folder} holds a run with other parameters ({'; '.join(differ)}). Give another run_id, or overwrite=True to begin anew.")
+    if not (folder/"record.json").exists() and (folder/"checkpoints").is_symlink():
+        raise ValueError(f"{folder/'checkpoints'} is a link to {os.readlink(folder/'checkpoints')}: checkpoints are deleted at the end of a run, and a link may lead to another's, so none is followed. Move what is there into the run's own folder, or give a results_dir on the other disk")
     with telling_refusals(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_config(replace(config, overwrite=False), folder/"config.yaml")
@@ -539,7 +556,6 @@ def train_stream(run: ContinualRun) -> None:
     tell_tasks(run.on_task, run.position.history, run.order)
     steps = [lesson_steps(run, i) for i in range(len(run.lessons))]
     run.n_steps = sum(steps)
-    bar = run.progress(range(run.n_steps), initial=run.position.global_step, desc=run.config.adapter, unit="step")
     saved = time.monotonic()
     def same(when):
         if num_processes() > 1: check_same(adapter_tensors(run.adapter) | run.adapter.hooks.state_dict(), f"{when} of {run.lessons[run.position.task].task.name}")
@@ -557,16 +573,16 @@ def train_stream(run: ContinualRun) -> None:
         if s.step == 1: same("after the first step")
         if arrived or due or s.skipped_in_a_row >= MAX_SKIPPED: save_run(run, s); saved = time.monotonic()
         run.process.interrupts.stop()
-    while run.position.task < len(run.lessons):
-        if not run.position.trained:
-            run.process.doing = "training"
-            run_task(run, on_step, state); state = None
-            run.process.doing = "evaluation"
-            note_scores(run)
-            same("at the end")
-            run.position.trained = True; save_run(run)
-        bar.set_postfix_str(_finish_joint(run) if run.config.protocol == "joint" else _finish_task(run, _life(run)))
-    bar.close()
+    with run.progress(range(run.n_steps), initial=run.position.global_step, desc=run.config.adapter, unit="step") as bar: # a message never stands on its line
+        while run.position.task < len(run.lessons):
+            if not run.position.trained:
+                run.process.doing = "training"
+                run_task(run, on_step, state); state = None
+                run.process.doing = "evaluation"
+                note_scores(run)
+                same("at the end")
+                run.position.trained = True; save_run(run)
+            bar.set_postfix_str(_finish_joint(run) if run.config.protocol == "joint" else _finish_task(run, _life(run)))
 
 def _life(run):
     "What became of each task's slots, for a method with a dictionary; tasks by their names."
@@ -636,7 +652,7 @@ def score_matrix(
 
 def versions() -> dict: # package → version
     "Versions of what a run's figures depend on."
-    names = ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "sacrebleu", "rouge-score")
+    names = ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "sacrebleu", "rouge-score", "bitsandbytes")
     out = dict(python=platform.python_version())
     for n in names:
         with contextlib.suppress(metadata.PackageNotFoundError): out[n] = metadata.version(n)
@@ -807,7 +823,7 @@ def run_continual(
             return record
         with Interrupts() as interrupts, locked(finished.parent.with_name(f".{config.run_id}.lock"), wait=found is not None) as lock:
             if lock.waited and finished.exists(): # by another worker of the same search
-                record = Record(json.loads(finished.read_text(encoding="utf-8")))
+                record = read_record(finished)
                 others.say(json.dumps(dict(record=record)).encode())
                 return record
             folder = claim_folder(config)
@@ -818,9 +834,9 @@ def run_continual(
 def _shown(finished, config, on_task):
     "The record of a run that is finished already; sent to a tracker that lacks it."
     claim_folder(config)
-    record = json.loads(finished.read_text(encoding="utf-8"))
+    record = read_record(finished)
     _same_input(record, config)
-    tell_tasks(on_task, record["history"], record["tasks"])
+    tell_tasks(on_task, record.get("history") or [], record["tasks"])
     print(f"{finished} is there already and is shown; overwrite=True runs it again.")
     if is_mirrored(record, config): return record
     with _logged(finished.parent): return mirror(record, config, finished.parent)
@@ -844,7 +860,7 @@ def _check_mirror(config, given):
     check_secrets(config)
     if (tracker := given.get("tracker") or "off") != config.tracker: print(f"mode 'trial' has no tracker: {tracker!r} is off")
     finished = Path(config.results_dir)/config.run_id/"record.json"
-    if config.overwrite or not finished.exists() or not is_mirrored(json.loads(finished.read_text(encoding="utf-8")), config): check_tracker(config)
+    if config.overwrite or not finished.exists() or not is_mirrored(read_record(finished), config): check_tracker(config)
 
 def _searched(config, quiet):
     "The config with the best setting of its search in place, and the search's record, where it asks for one."
@@ -856,7 +872,9 @@ def _searched(config, quiet):
 
 def _same_input(record, config):
     "Refuse to show a finished run whose stream file or data have changed since."
-    stream, world = stream_of(config), record["world"]
+    stream, world = stream_of(config), record.get("world") or {}
+    if lost := {"digest", "backbone", "evaluation"} - world.keys():
+        raise ValueError(f"the record of run {config.run_id} does not say its world's {', '.join(sorted(lost))}: it was changed; delete the run's folder, or overwrite=True, and run it again")
     source = get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
     worded = instructions_setting(stream, config.instructions, config.stream).get("instructions") == world["evaluation"].get("instructions")
     chosen = "development" not in world or development_digest(stream, source, config.evaluation["max_development_rows"], config.cache_dir) == world["development"]
@@ -898,7 +916,9 @@ def _concluded(run, folder, found, tracker):
     "What one process does at the end: measure, and write what a run leaves behind."
     evaluate_energy(run)
     config, record = run.config, make_record(run) | ({"search": found} if found else {}) | dict(tracker=tracker.told())
-    if config.protocol not in ("single", "zero_shot"): save_adapter(run.adapter.model, folder/"adapter")
+    if config.protocol not in ("single", "zero_shot"):
+        save_adapter(run.adapter.model, folder/"adapter")
+        sync_tree(folder/"adapter") # a record that says finished never stands beside files that a power cut has emptied
     write_predictions(run)
     _write_record(folder, record)
     shutil.rmtree(folder/"checkpoints", ignore_errors=True)

@@ -27,7 +27,7 @@ from urllib.parse import quote, urlsplit
 from ..running.checkpoint import write_atomic
 from ..running.config import PROJECT, RunConfig
 from ..measures.continual import continual_summary
-from ..measures.records import NEEDED, is_complete, select_runs
+from ..measures.records import check_record, is_complete, select_runs
 
 log = logging.getLogger("himalaya_hest")
 
@@ -324,8 +324,7 @@ def _tracked_record(run):
     for file in run.files(names=["record.json"]):
         if not file.size: continue
         with tempfile.TemporaryDirectory() as d, file.download(root=d, replace=True) as f: record = json.load(f)
-        if missing := [k for k in NEEDED if k not in record]: raise ValueError(f"record.json of W&B's run {run.id} lacks {', '.join(missing)}: it is not the record of a stream run")
-        return record
+        return check_record(record, f"record.json of W&B's run {run.id}")
     return rebuilt_record(run)
 
 def _named_runs(api, place, run_ids):

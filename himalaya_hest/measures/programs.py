@@ -6,8 +6,9 @@
 __all__ = ['STATUSES', 'NEW_USER', 'NEW_PID', 'NEW_NET', 'NEW_IPC', 'NEW_MOUNTS', 'PARENT_DEATH_SIGNAL', 'DUMPABLE', 'SECCOMP',
            'SUBREAPER', 'NO_NEW_PRIVILEGES', 'READ_ONLY', 'NO_SUID', 'NO_DEVICES', 'NO_EXEC', 'PRIVATE', 'RECURSIVE',
            'BIND', 'DETACH', 'MOUNT_SETATTR', 'AT_RECURSIVE', 'SYSCALLS', 'OWN_PROCESS_ONLY', 'NOT_TO_OTHERS', 'SENDTO',
-           'CLONE', 'CLONE3', 'THREAD', 'MACHINES', 'START', 'Limits', 'Outcome', 'serve', 'Execution',
-           'check_platform', 'run_programs']
+           'CLONE', 'CLONE3', 'THREAD', 'MACHINES', 'LANDLOCK_CREATE', 'LANDLOCK_RULE', 'LANDLOCK_RESTRICT',
+           'WRITE_FILE', 'CHANGES', 'START', 'Limits', 'Outcome', 'serve', 'Execution', 'check_platform',
+           'run_programs']
 
 # %% ../../nbs/measures/02_programs.ipynb #de00ab2c
 import contextlib
@@ -122,11 +123,14 @@ SYSCALLS = { # (x86-64, AArch64), forbidden
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     "connect": (42, 203), "bind": (49, 200), "sendmsg": (46, 211), "sendmmsg": (307, 269), "setpriority": (141, 140), "ioprio_set": (251, 30), "kcmp": (312, 272),
     "migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440), "process_mrelease": (448, 448), "memfd_secret": (447, 447),
-    "shmat": (30, 196), "shmctl": (31, 195), "semop": (65, 193), "semtimedop": (220, 192), "semctl": (66, 191), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_unlink": (241, 181),
+    "shmat": (30, 196), "shmctl": (31, 195), "semop": (65, 193), "semtimedop": (220, 192), "semctl": (66, 191), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_unlink": (241, 181), "flock": (73, 32),
 }
 OWN_PROCESS_ONLY = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261), # allowed where the first argument is this process
                     "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274)}
-NOT_TO_OTHERS = {"fcntl": ((72, 25), (8, 10, 15)), "ioctl": ((16, 29), (0x8901, 0x8902, 0x5412, 0x541C))} # second arguments that are forbidden: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
+NOT_TO_OTHERS = { # second arguments that are forbidden
+    "fcntl": ((72, 25), (8, 10, 15, 6, 7, 37, 38, 1024)), # F_SETOWN, F_SETSIG, F_SETOWN_EX; F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE
+    "ioctl": ((16, 29), (0x8901, 0x8902, 0x5412, 0x541C)), # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
+}
 SENDTO = (44, 206) # only without an address: to the other end of a pair
 CLONE, CLONE3, THREAD = (56, 220), (435, 435), 0x00010000 # clone only with CLONE_THREAD; clone3 hides its flags from a filter, and glibc then takes clone
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)} # column above, AUDIT_ARCH of linux/audit.h
@@ -159,6 +163,22 @@ def _forbid_calls():
     code = ctypes.create_string_buffer(program := _filter(platform.machine(), os.getpid()), len(program))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
     return _prctl(SECCOMP, 2, header)
+
+# %% ../../nbs/measures/02_programs.ipynb #a91df8cb
+LANDLOCK_CREATE, LANDLOCK_RULE, LANDLOCK_RESTRICT = 444, 445, 446 # Linux 5.13; the same numbers on all architectures
+WRITE_FILE, CHANGES = 1 << 1, 1 << 1 | 0b11_1111_1111 << 4 # linux/landlock.h: to open for writing; and to remove, make, link or move
+
+def _landlocked(folder):
+    "Let this process, whose rights are dropped, change nothing outside of a folder; whether the kernel took it."
+    if sys.platform != "linux" or (libc := _libc()).syscall(LANDLOCK_CREATE, None, 0, 1) < 2: return False
+    rules, opened = libc.syscall(LANDLOCK_CREATE, struct.pack("Q", CHANGES), 8, 0), []
+    try:
+        for path, allowed in ((folder, CHANGES), (os.devnull, WRITE_FILE)):
+            opened.append(os.open(path, os.O_PATH))
+            if libc.syscall(LANDLOCK_RULE, rules, 1, struct.pack("=Qi", allowed, opened[-1]), 0): return False
+        return libc.syscall(LANDLOCK_RESTRICT, rules, 0) == 0
+    finally:
+        for fd in (rules, *opened): os.close(fd)
 
 # %% ../../nbs/measures/02_programs.ipynb #17265e72
 def _limit_resources(limits, filtered):
@@ -217,6 +237,7 @@ def _confine(pipes, limits, without):
     os.closerange(pipes["result"] + 1, 65536)
     random.seed(0) # a fork seeds it anew
     _drop_rights()
+    if "landlock" not in without: _landlocked(os.curdir)
     filtered = "seccomp" not in without and _forbid_calls()
     _limit_resources(limits, filtered)
 
@@ -336,6 +357,7 @@ def _probe(folder, limits):
         network=word(reach, "blocked", "not blocked"), new_processes=word(fork, "blocked", "not blocked"),
         memory=word(lambda: mmap.mmap(-1, 2 * (limits["memory_mb"] << 20)), "limited", "not limited"),
         files_of_the_user=("read-only" if not os.access(os.path.dirname(folder), os.W_OK) else "writable"),
+        named_pipes=word(lambda: os.open(os.path.join(os.path.dirname(folder), "pipe"), os.O_RDWR | os.O_NONBLOCK), "blocked", "not blocked"),
         disk=word(many_files, f"{limits['file_mb']} MB", f"{limits['file_mb']} MB a file") if hasattr(os, "posix_fallocate") else f"{limits['file_mb']} MB a file"))
 
 # %% ../../nbs/measures/02_programs.ipynb #488d1e89
@@ -372,6 +394,7 @@ def serve(
     request = json.load(sys.stdin.buffer)
     namespaces = "namespaces" not in request["without"] and _namespaces_possible()
     if namespaces: _new_namespaces()
+    os.mkfifo(pipe := os.path.join(folder, "pipe"), 0o600)
     _prctl(SUBREAPER, 1)
     _prctl(DUMPABLE, 0) # or a program could open the descriptors and the memory of its supervisor under /proc, and write its own result
     pid = os.fork()
@@ -385,6 +408,7 @@ def serve(
     status = os.waitpid(pid, 0)[1]
     if not namespaces: _kill_rest(pid, False)
     os.chdir("/")
+    with contextlib.suppress(OSError): os.unlink(pipe)
     _remove(os.path.join(folder, "inner")); _remove(folder)
     os._exit(os.waitstatus_to_exitcode(status) & 255)
 

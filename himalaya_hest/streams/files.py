@@ -29,8 +29,9 @@ def _utf8(data, path, line):
 
 def _unique(pairs):
     if len(row := dict(pairs)) < len(pairs):
-        names = [k for k, _ in pairs]
-        raise LookupError(f"the key {next(k for k in names if names.count(k) > 1)[:60]!r} stands there twice")
+        seen = set() # counting each key would take hours for a line of many
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))
+        raise LookupError(f"the key {twice[:60]!r} stands there twice")
     return row
 
 def _json(text, path, line):
@@ -140,9 +141,9 @@ class ParquetRows:
     ):
         import pyarrow as pa
         import pyarrow.parquet
-        self.path, self.broken = path, (pa.ArrowException, OSError, UnicodeDecodeError)
+        self.path, self.broken = path, (pa.ArrowException, OSError, OverflowError, ValueError) # a date past 9999 overflows
         try: self.file = pa.parquet.ParquetFile(path, pre_buffer=False)
-        except self.broken as e: raise self.unreadable(e) from None
+        except self.broken as e: raise self.unreadable(path, e) from None
         sizes = [self.file.metadata.row_group(g).num_rows for g in range(self.file.num_row_groups)]
         self.ends = [sum(sizes[:g + 1]) for g in range(len(sizes))]
         self.group, self.first, self.block = -1, 0, None
@@ -150,8 +151,8 @@ class ParquetRows:
     def __getitem__(self, i: int) -> tuple[int, dict]:
         if not 0 <= i < len(self): raise IndexError(i)
         try: return i + 1, self.seek(i).slice(i - self.first, 1).to_pylist()[0]
-        except self.broken as e: raise self.unreadable(e) from None
-    def unreadable(self, e): return ValueError(f"{self.path}: not readable as Parquet ({e}); write the file again")
+        except self.broken as e: raise self.unreadable(f"{self.path}, row {i + 1}", e) from None
+    def unreadable(self, at, e): return ValueError(f"{at}: not readable as Parquet ({e}); write the file again")
     def seek(self, i):
         "The block that holds row i."
         group = bisect_right(self.ends, i)
@@ -167,15 +168,22 @@ class NumberedDataset:
     "A `datasets.Dataset` as a sequence of (number from 1, row)."
     def __init__(self,
         dataset, # a datasets.Dataset
+        at: str = "dataset", # where it lies, for messages
     ):
         self.dataset, self.first, self.block, self.last = dataset.with_format("arrow"), 0, [], -1
+        self.at = at
     def __len__(self) -> int: return len(self.dataset)
     def __getitem__(self, i: int) -> tuple[int, dict]:
         if not 0 <= i < len(self): raise IndexError(i)
         inside, follows, self.last = self.first <= i < self.first + len(self.block), i == self.last + 1, i
-        if not inside and not follows: return i + 1, self.dataset[i].to_pylist()[0]
-        if not inside: self.first, self.block = i, self.dataset.select(range(i, min(i + BLOCK, len(self)))).to_list()
+        if not inside and not follows: return i + 1, self.values(i, i + 1)[0]
+        if not inside: self.first, self.block = i, self.values(i, min(i + BLOCK, len(self)))
         return i + 1, self.block[i - self.first]
+    def values(self, start, stop):
+        try: return self.dataset[start:stop].to_pylist()
+        except (OverflowError, ValueError) as e:
+            rows = f"row {stop}" if stop == start + 1 else f"one of the rows {start + 1} to {stop}"
+            raise ValueError(f"{self.at}, {rows}: not readable ({e}); save it again") from None
 
 def read_saved(
     path: Path, # a folder written by `Dataset.save_to_disk`
@@ -183,7 +191,7 @@ def read_saved(
     "Rows of a saved dataset; `ValueError` where it is none, or damaged."
     from datasets import load_from_disk
     _check_inside(path)
-    try: return NumberedDataset(load_from_disk(str(path)))
+    try: return NumberedDataset(load_from_disk(str(path)), str(path))
     except (OSError, ValueError, KeyError, TypeError) as e: raise ValueError(f"{path}: not readable as a saved dataset ({e}); save it again") from None
 
 def _check_inside(path):

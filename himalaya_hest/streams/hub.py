@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path, PurePosixPath
 from uuid import uuid4
 
-from .sources import ArrowRows, LocalSource, MiniSource, Source, digest_of, load_json, save_json
+from .files import bytes_digest
+from .sources import ArrowRows, LocalSource, MiniSource, Source, capped, digest_of, load_json, save_json
 from .tasks import SOURCES, Task, nearest, parse_template, split_rows
 
 log = logging.getLogger("himalaya_hest")
@@ -298,7 +299,7 @@ class HubRows:
         folder: Path, # with rows.json and the Arrow files
         with_config: bool = False, # add the column `language`, the configuration that a row comes from, where there is none
     ):
-        self.about = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+        self.folder, self.about = folder, json.loads((folder / "rows.json").read_text(encoding="utf-8"))
         self.parts = [(p["config"], ArrowRows(folder / p["file"])) for p in self.about["parts"] if p["n_rows"]]
         self.ends, self.with_config = [], with_config
         for _, rows in self.parts: self.ends.append(len(self) + len(rows))
@@ -312,7 +313,8 @@ class HubRows:
         if not 0 <= i < len(self): raise IndexError(f"row {i} of {len(self)}")
         part = bisect.bisect_right(self.ends, i)
         config, rows = self.parts[part]
-        row = rows[i - (self.ends[part - 1] if part else 0)]
+        try: row = rows[i - (self.ends[part - 1] if part else 0)]
+        except (OverflowError, ValueError) as e: raise ValueError(f"{self.folder}, row {i + 1}: not readable ({e}); read another `revision`, or slice the split so that it is left out") from None
         number = row.pop(NUMBER)
         if self.with_config: row.setdefault("language", config)
         return number, row
@@ -523,6 +525,7 @@ class HubSource(Source):
     ):
         self.cache_dir = Path(cache_dir).expanduser()
         self.timeout_s, self.waits_s, self.pool_rows, self.pool_bytes = timeout_s, waits_s, pool_rows, pool_bytes
+        self.known = {} # digests of files that were read once
     def folder(self, task: Task) -> Path:
         "Where a repository is kept."
         return self.cache_dir / "hub" / folder_name(checked_repo(task))
@@ -541,20 +544,19 @@ class HubSource(Source):
         return {"repo": found.repo, "revision": found.revision, "commit": found.commit}
     def ask(self, task, call): return ask_hub(call, task, self.cache_dir, self.waits_s)
     def where(self, task, split): return f"{hub_place(task)}, split '{split}'"
-    def numbered_rows(self, task, split, max_rows=None):
-        cap = "max_train_rows" if split == "train" else "max_eval_rows"
-        least = min((c for c in (getattr(task, cap), max_rows) if c is not None), default=None)
-        return super().numbered_rows(replace(task, **{cap: least}), split, max_rows) # `read` sees the cap that holds
-    def read(self, task, split):
+    def numbered_rows(self, task, split, max_rows=None): return super().numbered_rows(capped(task, split, max_rows), split, max_rows)
+    def fetched(self, task, split):
         work = split_work(self, task, split)
         if not (work.folder / "rows.json").is_file(): fetch_once(self, task, work)
+        return work
+    def read(self, task, split):
+        work = self.fetched(task, split)
         rows = open_rows(work, with_config=isinstance(task.config, tuple))
         if len(rows): check_columns(task, rows.columns, self.where(task, split))
         return rows
     def fingerprint(self, task, split):
-        snapshot = self.snapshot(task)
-        files = files_of(task, snapshot, split)
-        return digest_of(snapshot.commit, files.names, files.options, self.pool_rows, self.pool_bytes)
+        work = self.fetched(task, split) # the commit says what was published, and only the bytes what lies in the cache
+        return digest_of(work.snapshot.commit, work.files.names, work.files.options, bytes_digest(work.folder, self.known))
 
 # %% ../../nbs/streams/07_hub.ipynb #ba5c98f2
 def split_work(

@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['MAX_TEXT_BYTES', 'KINDS', 'SPLITS', 'GROUPS', 'CHECKS', 'TASK_KEYS', 'STREAM_KEYS', 'REQUIRED', 'SOURCES', 'WORLDS',
-           'MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'parse_template', 'resolve', 'nearest', 'as_text', 'fill', 'label_text',
-           'entity_spans', 'spelled', 'Example', 'Task', 'labels_for_metric', 'format_row', 'instruction_of',
-           'mixed_seed', 'deciding_fields', 'target_of', 'language_of', 'scored_as', 'check_keys', 'make_task',
-           'metric_names', 'check_split', 'split_rows', 'Stream', 'read_yaml', 'stream_names', 'load_stream',
-           'stream_from', 'stream_table', 'task_order']
+           'MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'MAX_DIGITS', 'parse_template', 'resolve', 'nearest', 'as_text', 'fill',
+           'label_text', 'entity_spans', 'spelled', 'Example', 'Task', 'labels_for_metric', 'format_row',
+           'instruction_of', 'mixed_seed', 'deciding_fields', 'target_of', 'language_of', 'scored_as', 'check_keys',
+           'make_task', 'metric_names', 'check_split', 'split_rows', 'Stream', 'read_yaml', 'stream_names',
+           'load_stream', 'stream_from', 'stream_table', 'task_order']
 
 # %% ../../nbs/streams/01_tasks.ipynb #908879d9
 import difflib
 import hashlib
 import re
 import reprlib
+import unicodedata
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -24,7 +25,7 @@ from ..ground.table import Table
 
 # %% ../../nbs/streams/01_tasks.ipynb #ee7b2a35
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
-_PATH = re.compile(r"[^.\[\]{}]+(\.[^.\[\]{}]+|\[\d+\])*")
+_PATH = re.compile(r"[^.\[\]{}]+(\.[^.\[\]{}]+|\[\d{1,12}\])*")
 
 @lru_cache(maxsize=None)
 def parse_template(
@@ -37,7 +38,7 @@ def parse_template(
         at = m.end()
         if m[0] in ("{{", "}}"): pieces.append(m[0][0])
         elif m[1] is None or not _PATH.fullmatch(m[1]):
-            raise ValueError(f"bad placeholder {m[0]!r} in template {template!r}: expected {{column}}, {{column.field}} or "
+            raise ValueError(f"bad placeholder {m[0][:60]!r} in template {template[:200]!r}: expected {{column}}, {{column.field}} or "
                              "{column.list[0]}; write {{ and }} for literal braces")
         else: pieces.append(tuple(int(p[1:-1]) if p[0] == "[" else p.lstrip(".") for p in re.findall(r"\[\d+\]|\.?[^.\[\]]+", m[1])))
     return tuple(p for p in (*pieces, template[at:]) if p)
@@ -420,7 +421,7 @@ class Stream:
 SOURCES = ("mini", "local", "hub")
 WORLDS = ("main", "dev")
 
-MAX_YAML_BYTES, MAX_YAML_DEPTH = 2 ** 20, 20
+MAX_YAML_BYTES, MAX_YAML_DEPTH, MAX_DIGITS = 2 ** 20, 20, 40
 
 def read_yaml(
     path, # a file
@@ -433,7 +434,7 @@ def read_yaml(
     except RecursionError: raise ValueError(f"{path}: not readable as YAML: nested too deeply") from None
     except UnicodeDecodeError as e: raise ValueError(f"{path}: not UTF-8 (byte {e.start}); save the file as UTF-8") from None
     except _Unfit as e: raise ValueError(f"{path}{e}") from None
-    except (yaml.YAMLError, TypeError, ValueError, LookupError, AttributeError) as e: raise ValueError(f"{path}: not readable as YAML: {str(e).replace('<unicode string>', str(path))}") from None
+    except (yaml.YAMLError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e: raise ValueError(f"{path}: not readable as YAML: {str(e).replace('<unicode string>', str(path))}") from None
 
 # %% ../../nbs/streams/01_tasks.ipynb #1c4fad6d
 class _Unfit(ValueError): pass
@@ -444,7 +445,7 @@ def _yaml_text(path):
     return path.read_text(encoding="utf-8")
 
 def _loader(path):
-    "YAML's plain data, but no key may stand twice, and nesting has an end (the time of PyYAML's scanner grows with its square)."
+    "YAML's plain data, but no key may stand twice or be a number (equal hashes can be chosen), and nesting and numbers have an end (PyYAML's time grows with their square)."
     import yaml
     class Loader(yaml.SafeLoader):
         def fetch_flow_collection_start(self, token):
@@ -459,10 +460,17 @@ def _loader(path):
         out = {}
         for k, v in node.value:
             key = loader.construct_object(k, deep=True)
+            if not isinstance(key, str): raise _Unfit(f", line {k.start_mark.line + 1}: the key {_key(key)} is no text; put it in quotes")
             if key in out: raise _Unfit(f", line {k.start_mark.line + 1}: the key {_key(key)} stands there twice; keep one")
             out[key] = loader.construct_object(v, deep=True)
         return out
-    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    def number(loader, node):
+        text = loader.construct_scalar(node)
+        if ":" in text: return text # YAML 1.1 would take 1:30 for 90, in base 60 and in quadratic time
+        if len(text) > MAX_DIGITS: raise _Unfit(f", line {node.start_mark.line + 1}: a number of {len(text)} characters, at most {MAX_DIGITS} are read; put it in quotes if text is meant")
+        return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
+    for kind, made in (("map", mapping), ("int", number), ("float", number), ("set", yaml.SafeLoader.construct_undefined)):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", made)
     return Loader
 
 # %% ../../nbs/streams/01_tasks.ipynb #e1810e5d
@@ -505,16 +513,19 @@ def stream_from(
     return _check_stream(stream, where)
 
 # %% ../../nbs/streams/01_tasks.ipynb #c5787f78
+_NO_FOLDER = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9\u00b9\u00b2\u00b3])(\..*)?") # whatever its ending
+
 def _tasks(given, where):
     tasks, seen = [], set()
     for i, one in enumerate(given, 1):
         name = one.get("name") if isinstance(one, dict) else None
         at = f"{where}: task {i}" + (f" '{name[:100]}'" if isinstance(name, str) and name else "")
         task = make_task(one, at)
-        if task.name in seen: raise ValueError(f"{at}, key 'name': two tasks are called '{task.name}'; give each its own name")
-        if not re.fullmatch(r"\w[\w.-]*", task.name) or len(task.name.encode()) > 100:
-            raise ValueError(f"{at}, key 'name': expected letters, digits, '_', '-' and '.', no '.' first, and at most 100 bytes (it names a folder)")
-        seen.add(task.name)
+        folder = unicodedata.normalize("NFC", task.name.casefold()) # macOS and Windows tell no more apart
+        if folder in seen: raise ValueError(f"{at}, key 'name': two tasks are called '{task.name}', as capitals do not count; give each its own name")
+        if not re.fullmatch(r"\w([\w.-]*[\w-])?", task.name) or len(task.name.encode()) > 100 or _NO_FOLDER.fullmatch(folder):
+            raise ValueError(f"{at}, key 'name': expected letters, digits, '_', '-' and '.', no '.' first or last, no name that Windows keeps for itself (con, nul, com1 …), and at most 100 bytes (it names a folder)")
+        seen.add(folder)
         tasks.append(task)
     return tuple(tasks)
 
@@ -534,7 +545,8 @@ def _chosen(given, base, where):
     if first > len(base.tasks): raise ValueError(f"{where}, key 'first': {first} tasks asked, '{base.name}' has {len(base.tasks)}")
     names = given.get("only", tuple(by_name)[:first])
     if unknown := [n for n in names if n not in by_name]: raise ValueError(f"{where}, key 'only': '{base.name}' has no task '{unknown[0]}'{nearest(unknown[0], by_name)}")
-    if twice := [n for i, n in enumerate(names) if n in names[:i]][:1] if len(set(names)) < len(names) else []: raise ValueError(f"{where}, key 'only': '{twice[0]}' stands there twice; keep one")
+    seen = set()
+    if twice := next((n for n in names if n in seen or seen.add(n)), ""): raise ValueError(f"{where}, key 'only': '{twice}' stands there twice; keep one")
     return tuple(by_name[n] for n in names)
 
 def _cut(task, given, where):
