@@ -20,10 +20,20 @@ from ..running.checkpoint import write_atomic
 from ..running.config import checked_parameters, plain_name
 from ..measures.continual import evaluated_rows, retained_accuracy
 from ..measures.energy import joules_source
-from .pairs import FEWEST, bca_interval, by_pair, is_number, median_interval, method_of
-from ..measures.records import Table, check_record, finished_runs, is_complete, load_record, load_records, readable, record_path, run_role, same_world, summary_table, task_table
-from .figures import DARK, LIGHT, MIDDLE, Chart, new_figure, no_curve, plain_axes, run_charts, run_report
-from .standings import CHANCE, MAIN_PAIRS, _mean_of, chance_runs, chance_scores, exploratory_table, grouped_table, main_table, paired_table
+from himalaya_hest.compare.pairs import (
+    FEWEST, bca_interval, by_pair, is_number, median_interval, method_of,
+)
+from himalaya_hest.measures.records import (
+    Table, check_record, finished_runs, is_complete, load_record, load_records, readable,
+    record_path, run_role, same_world, summary_table, task_table,
+)
+from himalaya_hest.compare.figures import (
+    DARK, LIGHT, MIDDLE, Chart, new_figure, no_curve, plain_axes, run_charts, run_report,
+)
+from himalaya_hest.compare.standings import (
+    CHANCE, MAIN_PAIRS, _mean_of, chance_runs, chance_scores, exploratory_table, grouped_table,
+    main_table, paired_table,
+)
 
 # %% ../../nbs/compare/05_evaluate.ipynb #562f3dc8
 def zero_shot_scores(
@@ -32,10 +42,18 @@ def zero_shot_scores(
 ) -> dict | None: # task → score; None where there is no such run
     "The scores of the most recent zero-shot run of a world."
     for run_id in reversed(finished_runs(results_dir)) if world else ():
-        if not (path := record_path(results_dir, run_id)).is_file() or b"zero_shot" not in path.read_bytes(): continue
+        if (
+            not (path := record_path(results_dir, run_id)).is_file()
+            or b"zero_shot" not in path.read_bytes()
+        ):
+            continue
         try: r = load_record(results_dir, run_id)
         except ValueError: continue
-        if r["config"].get("protocol") == "zero_shot" and (r.get("world") or {}).get("digest") == world: return dict(zip(r["tasks"], r["matrix"][-1]))
+        if (
+            r["config"].get("protocol") == "zero_shot"
+            and (r.get("world") or {}).get("digest") == world
+        ):
+            return dict(zip(r["tasks"], r["matrix"][-1]))
     return None
 
 # %% ../../nbs/compare/05_evaluate.ipynb #7eab3f33
@@ -48,10 +66,13 @@ def _finite(x):
 def _write_json(path, value):
     "Write JSON whole or not at all; print the path."
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_atomic(
+        path, json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    )
     print(path)
     return path
 
+# %% ../../nbs/compare/05_evaluate.ipynb #70cee8dc
 def _write_tables(path, tables):
     "Write tables as Markdown, one below the other; print the path."
     write_atomic(path, "\n\n".join(t.markdown() for t in tables) + "\n")
@@ -60,57 +81,91 @@ def _write_tables(path, tables):
 
 def _save_charts(charts, folder, prefix):
     "Write figures and print their paths."
-    paths = [path for chart in charts if (path := chart.save(folder, prefix))] # none of a sentence in a figure's place
+    # none of a sentence in a figure's place
+    paths = [path for chart in charts if (path := chart.save(folder, prefix))]
     for path in paths: print(path)
     return paths
 
+# %% ../../nbs/compare/05_evaluate.ipynb #688b7fad
 def _own_folder(output_dir, record):
     "Where a run's files go; `ValueError` for a record whose run_id names no folder of its own."
     name = record["run_id"]
     if plain_name(name) and name != "comparison": return Path(output_dir) / name
-    raise ValueError(f"a record has the run_id {str(name)[:80]!r}, which is no plain folder name, so nothing is written for it: it was not written by this package, or changed since; correct its run_id")
+    raise ValueError(
+        f"a record has the run_id {str(name)[:80]!r}, which is no plain folder name, so "
+        "nothing is written for it: it was not written by this package, or changed since; "
+        "correct its run_id"
+    )
 
+# %% ../../nbs/compare/05_evaluate.ipynb #56100046
 def evaluate_run(
     record: dict, # a run's record
     output_dir: str | Path, # the files go to {output_dir}/{run_id}/
 ) -> dict: # record, charts, paths of the written files
     "Write a run's metrics.json and figures, printing every path."
     folder, charts = _own_folder(output_dir, record), run_charts(record)
-    path = _write_json(folder / "metrics.json", {k: record.get(k) for k in ("history", "summary", "config")})
-    return dict(record=record, charts=charts, paths=[path] + _save_charts(charts, folder, record["run_id"]))
+    path = _write_json(
+        folder / "metrics.json", {k: record.get(k) for k in ("history", "summary", "config")}
+    )
+    return dict(
+        record=record, charts=charts, paths=[path] + _save_charts(charts, folder, record["run_id"])
+    )
 
 # %% ../../nbs/compare/05_evaluate.ipynb #5ae292c5
 PRIMARY = {
-    "retained_accuracy_auc": ("Area-Under-Curve of ‘retained-accuracy vs tasks’ ↑; secondary – CPU latency overhead ↓", True),
+    "retained_accuracy_auc": (
+        "Area-Under-Curve of ‘retained-accuracy vs tasks’ ↑; secondary – CPU latency overhead ↓",
+        True,
+    ),
     "mean_joules_per_sample": ("Mean Joules per sample at equal or better Rouge-L.", False),
 }
 
 def primary_metric(
     records: list[dict], # records of one study
 ) -> str: # a key of PRIMARY
-    "The primary metric that all records have. Raises ValueError if the runs belong to different studies."
+    """The primary metric that all records have. Raises ValueError if the runs belong to different
+    studies."""
     found = [next((k for k in reversed(PRIMARY) if k in r["summary"]), None) for r in records]
-    if None in found or len(set(found)) > 1: raise ValueError(f"runs {[r['run_id'] for r in records]} have the primary metrics {found}: compare runs of one study")
+    if None in found or len(set(found)) > 1:
+        raise ValueError(
+            f"runs {[r['run_id'] for r in records]} have the primary metrics {found}: "
+            "compare runs of one study"
+        )
     return found[0]
 
 # %% ../../nbs/compare/05_evaluate.ipynb #d6d99e73
 def _best(records, name, higher):
     "The run with the best value, as run_id and value; None where no run has one."
-    known = [(r["summary"][name], r["run_id"]) for r in records if is_number(r["summary"].get(name))]
+    known = [
+        (r["summary"][name], r["run_id"]) for r in records if is_number(r["summary"].get(name))
+    ]
     if not known: return None
     value, run_id = (max if higher else min)(known, key=lambda p: p[0])
     return dict(run_id=run_id, value=value)
 
+# %% ../../nbs/compare/05_evaluate.ipynb #87e2cde8
 def aggregated_metrics(
     records: list[dict], # records of one world and one study
 ) -> dict: # primary_metric, metrics, best_proposed, best_baseline, gap
-    "The comparison across runs; null, with a warning, where no run is eligible. `ValueError` for measured beside modelled Joules."
+    """The comparison across runs; null, with a warning, where no run is eligible. `ValueError` for
+    measured beside modelled Joules."""
     name = primary_metric(same_world(records))
     text, higher = PRIMARY[name]
     joules_source([r["summary"].get("joules_source") for r in records])
     names = dict.fromkeys(k for r in records for k, v in r["summary"].items() if is_number(v))
-    metrics = {k: {r["run_id"]: r["summary"][k] for r in records if is_number(r["summary"].get(k))} for k in names}
-    proposed, baselines = ([r for r in records if run_role(r) == role and r.get("config", {}).get("protocol", "sequential") == "sequential"] for role in ("proposed", "baseline"))
+    metrics = {
+        k: {r["run_id"]: r["summary"][k] for r in records if is_number(r["summary"].get(k))}
+        for k in names
+    }
+    proposed, baselines = (
+        [
+            r
+            for r in records
+            if run_role(r) == role
+            and r.get("config", {}).get("protocol", "sequential") == "sequential"
+        ]
+        for role in ("proposed", "baseline")
+    )
     baseline = _best(baselines, name, higher)
     if name == "mean_joules_per_sample" and baseline:
         quality = next((k for k in ("rougeL", "accuracy") if k in metrics), "rougeL")
@@ -118,11 +173,18 @@ def aggregated_metrics(
         proposed = [r for r in proposed if (r["summary"].get(quality) or -math.inf) >= floor]
     best = _best(proposed, name, higher)
     for role, found in (("proposed", best), ("baseline", baseline)):
-        if not found: warnings.warn(f"no eligible {role} run with {name} among {len(records)} runs: null is written")
+        if not found:
+            warnings.warn(
+                f"no eligible {role} run with {name} among {len(records)} runs: null is " "written"
+            )
     gap = None
-    if best and baseline and baseline["value"]: gap = (best["value"] - baseline["value"]) / baseline["value"] * 100 * (1 if higher else -1)
-    elif best and baseline: warnings.warn(f"the baseline's {name} is 0: the gap is undefined and null is written")
-    return dict(primary_metric=text, metrics=metrics, best_proposed=best, best_baseline=baseline, gap=gap)
+    if best and baseline and baseline["value"]:
+        gap = (best["value"] - baseline["value"]) / baseline["value"] * 100 * (1 if higher else -1)
+    elif best and baseline:
+        warnings.warn(f"the baseline's {name} is 0: the gap is undefined and null is written")
+    return dict(
+        primary_metric=text, metrics=metrics, best_proposed=best, best_baseline=baseline, gap=gap
+    )
 
 # %% ../../nbs/compare/05_evaluate.ipynb #75a6ea75
 SPREAD = f"95 % interval over pairs (n ≥ {FEWEST}), else smallest to largest"
@@ -131,52 +193,101 @@ def spread(
     values, # (n,) one a pair
     median: bool = False, # is the middle shown the median?
 ) -> tuple[float, float]: # (low, high)
-    "The interval of the mean, or of the median, over pairs; with few of them the smallest and the largest."
+    """The interval of the mean, or of the median, over pairs; with few of them the smallest and the
+    largest."""
     low, high = (median_interval if median else bca_interval)(values)
     return (float(min(values)), float(max(values))) if math.isnan(low) else (low, high)
 
+# %% ../../nbs/compare/05_evaluate.ipynb #37fb40fc
 def _by_mean(records, key):
-    "(method, its values by pair, its role), the best mean first; methods without a value are left out."
-    found = ((m, [v for r in runs.values() if is_number(v := r["summary"].get(key))], run_role(next(iter(runs.values())))) for m, runs in by_pair(records).items())
+    """(method, its values by pair, its role), the best mean first; methods without a value are left
+    out."""
+    found = (
+        (
+            m,
+            [v for r in runs.values() if is_number(v := r["summary"].get(key))],
+            run_role(next(iter(runs.values()))),
+        )
+        for m, runs in by_pair(records).items()
+    )
     higher = PRIMARY.get(key, ("", True))[1]
-    return sorted((f for f in found if f[1]), key=lambda f: -np.mean(f[1]) if higher else np.mean(f[1]))
+    return sorted(
+        (f for f in found if f[1]), key=lambda f: -np.mean(f[1]) if higher else np.mean(f[1])
+    )
 
 # %% ../../nbs/compare/05_evaluate.ipynb #cfa85a54
 def _draw_band(axes, name, x, curves):
     "One method: mean and band, with the first and the last value."
     mean, bands = curves.mean(0), np.array([spread(c) for c in curves.T])
-    if len(curves) > 1: axes.fill_between(x, *bands.T, color="#9fb3c8", alpha=.75, linewidth=0, label=SPREAD)
-    axes.plot(x, mean, color=DARK, linewidth=1.6, marker="o", markersize=2.5 if len(x) > 8 else 4, label="mean over pairs")
-    rises = len(mean) > 1 and mean[1] > mean[0] # then the first value stands below the curve, not on it
-    for k, where, up in ((0, "left", -13 if rises else 7), (-1, "right", 7)): axes.annotate(f"{mean[k]:.2f}", (x[k], mean[k]), (0, up), textcoords="offset points", ha=where, fontsize=7, bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.8))
-    axes.set_title("\n".join(_wrapped(name)) + f"\nn = {len(curves)}, AUC {mean.mean():.3f}", fontsize=8)
+    if len(curves) > 1:
+        axes.fill_between(x, *bands.T, color="#9fb3c8", alpha=.75, linewidth=0, label=SPREAD)
+    axes.plot(
+        x,
+        mean,
+        color=DARK,
+        linewidth=1.6,
+        marker="o",
+        markersize=2.5 if len(x) > 8 else 4,
+        label="mean over pairs",
+    )
+    # then the first value stands below the curve, not on it
+    rises = len(mean) > 1 and mean[1] > mean[0]
+    for k, where, up in ((0, "left", -13 if rises else 7), (-1, "right", 7)):
+        axes.annotate(
+            f"{mean[k]:.2f}",
+            (x[k], mean[k]),
+            (0, up),
+            textcoords="offset points",
+            ha=where,
+            fontsize=7,
+            bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=0.8),
+        )
+    axes.set_title(
+        "\n".join(_wrapped(name)) + f"\nn = {len(curves)}, AUC {mean.mean():.3f}", fontsize=8
+    )
 
+# %% ../../nbs/compare/05_evaluate.ipynb #37111b3a
 def _wrapped(name, width=34):
     "A method's name in lines of at most so many characters."
     return textwrap.wrap(name, width) or [name]
 
 def _chance_curve(records, x):
-    "Retained accuracy of the best constant answers, mean over the pairs; None where the records do not say them."
+    """Retained accuracy of the best constant answers, mean over the pairs; None where the records
+    do not say them."""
     curves = [retained_accuracy(r["matrix"])[x - 1] for r in chance_runs(records)]
     return np.mean(curves, axis=0) if curves else None
 
 def retained_bands(
     records: list[dict], # of one world, with complete matrices
 ) -> Chart: # topic retained_accuracy
-    "The retained-accuracy curve of each method with its band over pairs; a sentence for a single task."
+    """The retained-accuracy curve of each method with its band over pairs; a sentence for a single
+    task."""
     if none := no_curve(len(records[0]["tasks"])): return none
     x = evaluated_rows(records[0]["matrix"]) + 1
-    curves = {m: np.array([retained_accuracy(r["matrix"])[x - 1] for r in runs.values()]) for m, runs in by_pair(records).items()}
+    curves = {
+        m: np.array([retained_accuracy(r["matrix"])[x - 1] for r in runs.values()])
+        for m, runs in by_pair(records).items()
+    }
     curves = dict(sorted(curves.items(), key=lambda c: -c[1].mean()))
-    columns = min(len(curves), 3 if -len(curves) % 3 < -len(curves) % 4 else 4) # the fewer empty places
+    # the fewer empty places
+    columns = min(len(curves), 3 if -len(curves) % 3 < -len(curves) % 4 else 4)
     chance = _chance_curve(records, x)
     lines = -(-len(curves) // columns)
     figure, grid = new_figure(2.7 * columns + .6, 2.35 * lines + .8, lines, columns)
     for axes, (name, c) in zip(grid.flat, curves.items()):
         plain_axes(axes)
         for other, behind in curves.items():
-            if other != name: axes.plot(x, behind.mean(0), color="#b4bac3", linewidth=.8, label="the other methods", zorder=1)
-        if chance is not None: axes.plot(x, chance, color=MIDDLE, linewidth=1.2, linestyle=(0, (2, 2)), label=CHANCE)
+            if other != name:
+                axes.plot(
+                    x,
+                    behind.mean(0),
+                    color="#b4bac3",
+                    linewidth=0.8,
+                    label="the other methods",
+                    zorder=1,
+                )
+        if chance is not None:
+            axes.plot(x, chance, color=MIDDLE, linewidth=1.2, linestyle=(0, (2, 2)), label=CHANCE)
         _draw_band(axes, name, x, c)
         axes.set(xlim=(.4, x[-1] + .6), ylim=(0, 1.14))
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -185,55 +296,142 @@ def retained_bands(
         elif k + columns >= len(curves): axes.set_xlabel("tasks trained", fontsize=8.5)
     figure.supylabel("mean score over all tasks seen (share of 1)", fontsize=9)
     legend = dict(zip(*grid.flat[0].get_legend_handles_labels()[::-1]))
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=7.5, frameon=False)
-    told = "; ".join(f"{m} {c.mean(0)[0]:.2f} to {c.mean(0)[-1]:.2f} (AUC {c.mean():.3f}, n = {len(c)})" for m, c in curves.items())
-    return Chart("retained_accuracy", figure, f"Retained accuracy over the tasks trained, a panel each method, from the first to the last task: {told}.")
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="outside lower center",
+        ncols=2,
+        fontsize=7.5,
+        frameon=False,
+    )
+    told = "; ".join(
+        f"{m} {c.mean(0)[0]:.2f} to {c.mean(0)[-1]:.2f} (AUC {c.mean():.3f}, n = {len(c)})"
+        for m, c in curves.items()
+    )
+    return Chart(
+        "retained_accuracy",
+        figure,
+        "Retained accuracy over the tasks trained, a panel each method, from the first to "
+        f"the last task: {told}.",
+    )
 
 # %% ../../nbs/compare/05_evaluate.ipynb #545a27bb
-PANELS = { # primary metric → what is shown, and its axis
-    "retained_accuracy_auc": dict(retained_accuracy_auc="AUC of retained accuracy\n(share of 1)", average_accuracy="final mean score\n(share of 1)", average_forgetting="forgotten\n(share of 1)", cpu_latency_overhead="CPU latency added, median\n(share of that without)"),
-    "mean_joules_per_sample": dict(mean_joules_per_sample="energy\n(J per sample)", rougeL="ROUGE-L F\n(share of 1)", latency_p99_ms="99 % of latencies\n(ms)"),
+PANELS = {  # primary metric → what is shown, and its axis
+    "retained_accuracy_auc": dict(
+        retained_accuracy_auc="AUC of retained accuracy\n(share of 1)",
+        average_accuracy="final mean score\n(share of 1)",
+        average_forgetting="forgotten\n(share of 1)",
+        cpu_latency_overhead="CPU latency added, median\n(share of that without)",
+    ),
+    "mean_joules_per_sample": dict(
+        mean_joules_per_sample="energy\n(J per sample)",
+        rougeL="ROUGE-L F\n(share of 1)",
+        latency_p99_ms="99 % of latencies\n(ms)",
+    ),
 }
 MEDIANS = ("cpu_latency_overhead",) # shown as the median over pairs, here and in the tables
 LOOKS = {"proposed": (DARK, None), "baseline": (LIGHT, None), "ablation": ("white", "////")}
 
 def _draw_bars(axes, rows, key, label, chance=None):
-    "Horizontal bars of one metric, and the best constant answers' where they have one; rows of (method, runs, role)."
+    """Horizontal bars of one metric, and the best constant answers' where they have one; rows of
+    (method, runs, role)."""
     plain_axes(axes, "x")
-    values = [[v for r in runs.values() if is_number(v := r["summary"].get(key))] for _, runs, _ in rows]
+    values = [
+        [v for r in runs.values() if is_number(v := r["summary"].get(key))] for _, runs, _ in rows
+    ]
     middle = np.median if key in MEDIANS else np.mean
     low, high = zip(*[spread(v, key in MEDIANS) if v else (0., 0.) for v in values])
     span = max(*high, 1e-9) - min(*low, 0.)
     for y, ((_, _, role), v) in enumerate(zip(rows, values)):
-        if not v: axes.text(0, y, " not measured", va="center", fontsize=6.5, color="#666666"); continue
+        if not v:
+            axes.text(0, y, " not measured", va="center", fontsize=6.5, color="#666666"); continue
         (color, hatch), x = LOOKS.get(role, ("white", "..")), middle(v)
-        axes.barh(y, x, height=.62, color=color, hatch=hatch, edgecolor=DARK, linewidth=.6, label=role or "role unknown")
-        if len(v) > 1: axes.errorbar(x, y, xerr=np.maximum(0, [[x - low[y]], [high[y] - x]]), color=MIDDLE, linewidth=1.3, capsize=2.5, label=SPREAD)
-        axes.text(max(high[y], x, 0) + .02 * span, y, f"{x:.3f}", va="center", fontsize=7, bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.85))
+        axes.barh(
+            y,
+            x,
+            height=0.62,
+            color=color,
+            hatch=hatch,
+            edgecolor=DARK,
+            linewidth=0.6,
+            label=role or "role unknown",
+        )
+        if len(v) > 1:
+            axes.errorbar(
+                x,
+                y,
+                xerr=np.maximum(0, [[x - low[y]], [high[y] - x]]),
+                color=MIDDLE,
+                linewidth=1.3,
+                capsize=2.5,
+                label=SPREAD,
+            )
+        axes.text(
+            max(high[y], x, 0) + 0.02 * span,
+            y,
+            f"{x:.3f}",
+            va="center",
+            fontsize=7,
+            bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=0.85),
+        )
     if chance is not None:
         axes.axvline(chance, color=MIDDLE, linewidth=1.2, linestyle=(0, (2, 2)), label=CHANCE)
         axes.text(chance, -.62, f"{chance:.3f}", ha="center", va="bottom", fontsize=7)
     axes.set_xlim(min(*low, 0.) - .02 * span * (min(low) < 0), max(*high, 0.) + .2 * span)
     axes.set_xlabel(label, fontsize=8)
 
+# %% ../../nbs/compare/05_evaluate.ipynb #7ae46a4a
 def method_bars(
     records: list[dict], # of one world and one study
 ) -> Chart: # topic: the primary metric's name
-    "Bars of the primary metric and its companions by method: means over pairs, medians where the axis says so, with spread and value."
+    """Bars of the primary metric and its companions by method: means over pairs, medians where the
+    axis says so, with spread and value."""
     name, runs = primary_metric(same_world(records)), by_pair(records)
     rows = [(m, runs[m], role) for m, _, role in _by_mean(records, name)]
-    panels = {k: label for k, label in PANELS[name].items() if any(is_number(r["summary"].get(k)) for r in records)}
+    panels = {
+        k: label
+        for k, label in PANELS[name].items()
+        if any(is_number(r["summary"].get(k)) for r in records)
+    }
     figure, (grid,) = new_figure(2.3 * len(panels) + 2.6, .34 * len(rows) + 1.5, 1, len(panels))
     chance = chance_scores(records) if name == "retained_accuracy_auc" else None
-    chance = {"retained_accuracy_auc": chance["AUC"], "average_accuracy": chance["final"]} if chance else {}
+    chance = (
+        {"retained_accuracy_auc": chance["AUC"], "average_accuracy": chance["final"]}
+        if chance
+        else {}
+    )
     for axes, (key, label) in zip(grid, panels.items()):
         _draw_bars(axes, rows, key, label, chance.get(key))
-        axes.set_yticks(range(len(rows)), ["\n".join(_wrapped(m)) + f"  (n = {len(r)})" for m, r, _ in rows] if axes is grid[0] else [""] * len(rows), fontsize=7.5)
+        axes.set_yticks(
+            range(len(rows)),
+            (
+                ["\n".join(_wrapped(m)) + f"  (n = {len(r)})" for m, r, _ in rows]
+                if axes is grid[0]
+                else [""] * len(rows)
+            ),
+            fontsize=7.5,
+        )
         axes.set_ylim(len(rows) - .4, -.6)
     legend = dict(zip(*grid[0].get_legend_handles_labels()[::-1]))
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=7.5, frameon=False)
-    told = lambda key: "; ".join(f"{m} {(np.median if key in MEDIANS else np.mean)(v):.3f}" for m, r, _ in rows if (v := [x for p in r.values() if is_number(x := p["summary"].get(key))]))
-    return Chart(name, figure, "Bars by method. " + " ".join(f"{' '.join(label.split())}: {told(key)}." for key, label in panels.items()))
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="outside lower center",
+        ncols=4,
+        fontsize=7.5,
+        frameon=False,
+    )
+    told = lambda key: "; ".join(
+        f"{m} {(np.median if key in MEDIANS else np.mean)(v):.3f}"
+        for m, r, _ in rows
+        if (v := [x for p in r.values() if is_number(x := p["summary"].get(key))])
+    )
+    return Chart(
+        name,
+        figure,
+        "Bars by method. "
+        + " ".join(f"{' '.join(label.split())}: {told(key)}." for key, label in panels.items()),
+    )
 
 # %% ../../nbs/compare/05_evaluate.ipynb #4d41f8ce
 def pair_chart(
@@ -243,22 +441,82 @@ def pair_chart(
 ) -> Chart: # topic pairs_{metric}
     "The metric of every pair, method by method, the best mean first."
     rows = _by_mean(records, metric)
-    if not rows: raise ValueError(f"no run has {metric}; there are {', '.join(records[0]['summary'])}")
+    if not rows:
+        raise ValueError(f"no run has {metric}; there are {', '.join(records[0]['summary'])}")
     figure, ((axes,),) = new_figure(7., .42 * len(rows) + 1.4)
     plain_axes(axes, "x")
     for y, (name, v, _) in enumerate(rows):
-        if len(v) >= FEWEST: axes.boxplot([v], positions=[y], orientation="horizontal", widths=.5, whis=(0, 100), manage_ticks=False, medianprops=dict(color=DARK, linewidth=1.6), boxprops=dict(color="#6b7280"), whiskerprops=dict(color="#6b7280"), capprops=dict(color="#6b7280"))
-        axes.scatter(v, np.full(len(v), y), s=16, facecolor="white", edgecolor="#8a8f98", linewidth=.8, zorder=3, label="one (seed, order) pair")
-        axes.scatter([np.mean(v)], [y], marker="D", s=26, color=MIDDLE, edgecolor="black", linewidth=.5, zorder=4, label="mean")
-        axes.annotate(f"{np.mean(v):.3f}", (max(v), y), (8, 0), textcoords="offset points", va="center", fontsize=7.5)
-    axes.set_yticks(range(len(rows)), ["\n".join(_wrapped(name)) + f"  (n = {len(v)})" for name, v, _ in rows], fontsize=7.5)
+        if len(v) >= FEWEST:
+            axes.boxplot(
+                [v],
+                positions=[y],
+                orientation="horizontal",
+                widths=0.5,
+                whis=(0, 100),
+                manage_ticks=False,
+                medianprops=dict(color=DARK, linewidth=1.6),
+                boxprops=dict(color="#6b7280"),
+                whiskerprops=dict(color="#6b7280"),
+                capprops=dict(color="#6b7280"),
+            )
+        axes.scatter(
+            v,
+            np.full(len(v), y),
+            s=16,
+            facecolor="white",
+            edgecolor="#8a8f98",
+            linewidth=0.8,
+            zorder=3,
+            label="one (seed, order) pair",
+        )
+        axes.scatter(
+            [np.mean(v)],
+            [y],
+            marker="D",
+            s=26,
+            color=MIDDLE,
+            edgecolor="black",
+            linewidth=0.5,
+            zorder=4,
+            label="mean",
+        )
+        axes.annotate(
+            f"{np.mean(v):.3f}",
+            (max(v), y),
+            (8, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7.5,
+        )
+    axes.set_yticks(
+        range(len(rows)),
+        ["\n".join(_wrapped(name)) + f"  (n = {len(v)})" for name, v, _ in rows],
+        fontsize=7.5,
+    )
     axes.set_ylim(len(rows) - .5, -.75)
-    axes.set_xlim(min(0, min(min(v) for _, v, _ in rows)), 1.12 * max(1e-9, max(max(v) for _, v, _ in rows)))
-    axes.set_xlabel(f"{label}\nbox: quartiles and median over pairs (n ≥ {FEWEST}); whiskers: smallest and largest; figure: mean", fontsize=8)
+    axes.set_xlim(
+        min(0, min(min(v) for _, v, _ in rows)), 1.12 * max(1e-9, max(max(v) for _, v, _ in rows))
+    )
+    axes.set_xlabel(
+        f"{label}\nbox: quartiles and median over pairs (n ≥ {FEWEST}); whiskers: smallest "
+        "and largest; figure: mean",
+        fontsize=8,
+    )
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
-    told = "; ".join(f"{m} {np.mean(v):.3f} ({min(v):.3f} to {max(v):.3f}, n = {len(v)})" for m, v, _ in rows)
-    return Chart(f"pairs_{metric}", figure, f"{label}, every pair by method, mean and range: {told}.")
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=7.5,
+        frameon=False,
+    )
+    told = "; ".join(
+        f"{m} {np.mean(v):.3f} ({min(v):.3f} to {max(v):.3f}, n = {len(v)})" for m, v, _ in rows
+    )
+    return Chart(
+        f"pairs_{metric}", figure, f"{label}, every pair by method, mean and range: {told}."
+    )
 
 # %% ../../nbs/compare/05_evaluate.ipynb #1800cec1
 def comparison_charts(
@@ -268,38 +526,78 @@ def comparison_charts(
     charts, name = [method_bars(records)], primary_metric(records)
     with_curve = [r for r in records if "matrix" in r and is_complete(r)]
     without = dict.fromkeys(method_of(r) for r in records if r not in with_curve)
-    if name == "retained_accuracy_auc" and without: print(f"no curve of retained accuracy, since not all tasks seen were evaluated: {'; '.join(without)}")
+    if name == "retained_accuracy_auc" and without:
+        print(
+            "no curve of retained accuracy, since not all tasks seen were evaluated: "
+            f"{'; '.join(without)}"
+        )
     if with_curve: charts.append(retained_bands(with_curve))
-    if any(len(runs) > 1 for runs in by_pair(records).values()): charts.append(pair_chart(records, name, PANELS[name][name].replace("\n", " ")))
+    if any(len(runs) > 1 for runs in by_pair(records).values()):
+        charts.append(pair_chart(records, name, PANELS[name][name].replace("\n", " ")))
     return charts
 
+# %% ../../nbs/compare/05_evaluate.ipynb #7b7bcf0c
 def _best_proposed(records):
-    "The proposed method with the best mean AUC, and its records; None and none where there is none."
-    found = {m: runs for m, runs in by_pair(records).items() if all(run_role(r) == "proposed" and r["config"].get("protocol", "sequential") == "sequential" for r in runs.values())} if records else {}
+    """The proposed method with the best mean AUC, and its records; None and none where there is
+    none."""
+    found = (
+        {
+            m: runs
+            for m, runs in by_pair(records).items()
+            if all(
+                run_role(r) == "proposed"
+                and r["config"].get("protocol", "sequential") == "sequential"
+                for r in runs.values()
+            )
+        }
+        if records
+        else {}
+    )
     best = max(found, key=lambda m: _mean_of(found[m], "retained_accuracy_auc"), default=None)
     return best, list(found.get(best, {}).values())
 
+# %% ../../nbs/compare/05_evaluate.ipynb #95260f45
 def comparison_tables(
     records: list[dict], # of one world and one study
 ) -> list[Table]: # for display
-    "Methods with ten pairs and more, the others apart, tests and groups of tasks; of few runs one row each as well."
+    """Methods with ten pairs and more, the others apart, tests and groups of tasks; of few runs one
+    row each as well."""
     if primary_metric(records) != "retained_accuracy_auc": return [summary_table(records)]
     methods = by_pair(records).values()
-    enough, few = ([r for runs in methods if (len(runs) >= MAIN_PAIRS) == big for r in runs.values()] for big in (True, False))
+    enough, few = (
+        [r for runs in methods if (len(runs) >= MAIN_PAIRS) == big for r in runs.values()]
+        for big in (True, False)
+    )
     best, theirs = _best_proposed(enough)
-    tables = ([main_table(enough)] if enough else []) + ([exploratory_table(few, theirs)] if few and len(methods) < len(records) else [])
+    tables = ([main_table(enough)] if enough else []) + (
+        [exploratory_table(few, theirs)] if few and len(methods) < len(records) else []
+    )
     if best and (tests := paired_table(records, best)).rows: tables.append(tests)
     if len(records) <= 12: tables.append(summary_table(records))
     told = all(r.get("task_info") for r in records)
-    return tables + [grouped_table(rs, reference) for rs, reference in ((enough, ()), (few, theirs)) if rs and told]
+    return tables + [
+        grouped_table(rs, reference)
+        for rs, reference in ((enough, ()), (few, theirs))
+        if rs and told
+    ]
 
+# %% ../../nbs/compare/05_evaluate.ipynb #77f0303b
 def aggregate(
     records: list[dict], # of one world and one study
     output_dir: str | Path, # the files go to {output_dir}/comparison/
 ) -> dict: # metrics, charts, tables, paths of the written files
-    "Write comparison/aggregated_metrics.json, the comparison's tables and its figures, printing every path."
-    folder, metrics, tables, charts = Path(output_dir) / "comparison", aggregated_metrics(records), comparison_tables(records), comparison_charts(records)
-    paths = [_write_json(folder / "aggregated_metrics.json", metrics), _write_tables(folder / "comparison_tables.md", tables)] + _save_charts(charts, folder, "comparison")
+    """Write comparison/aggregated_metrics.json, the comparison's tables and its figures, printing
+    every path."""
+    folder, metrics, tables, charts = (
+        Path(output_dir) / "comparison",
+        aggregated_metrics(records),
+        comparison_tables(records),
+        comparison_charts(records),
+    )
+    paths = [
+        _write_json(folder / "aggregated_metrics.json", metrics),
+        _write_tables(folder / "comparison_tables.md", tables),
+    ] + _save_charts(charts, folder, "comparison")
     return dict(metrics=metrics, charts=charts, tables=tables, paths=paths)
 
 # %% ../../nbs/compare/05_evaluate.ipynb #0b4298de
@@ -310,32 +608,69 @@ def output_folder(
     output_dir: str | Path = "", # as given; empty: found here
 ) -> Path: # where run folders and `comparison` are written
     "The given folder, else that of the runs; for committed records runs/{their folder's name}."
-    committed = not any(Path(results_dir).glob("*/record.json")) and any(Path(results_dir).glob("*.json"))
-    return Path(output_dir or (Path("runs") / Path(results_dir).resolve().name if committed else results_dir))
+    committed = not any(Path(results_dir).glob("*/record.json")) and any(
+        Path(results_dir).glob("*.json")
+    )
+    return Path(
+        output_dir
+        or (Path("runs") / Path(results_dir).resolve().name if committed else results_dir)
+    )
 
+# %% ../../nbs/compare/05_evaluate.ipynb #bcc707eb
 def evaluate_runs(
     results_dir: str | Path = "runs", # folder of run folders, or of committed records
-    run_ids: str | list = "", # a list, "a,b" or '["a", "b"]'; empty: the most recent run; all: every one
+    # a list, "a,b" or '["a", "b"]'; empty: the most recent run; all: every one
+    run_ids: str | list = "",
     records: list[dict] | None = None, # records from elsewhere; None: they are on disk
     output_dir: str | Path = "", # where files are written; empty: see `output_folder`
 ) -> list: # tables and figures, for display(*...)
-    "Evaluate runs, write all files, print their paths; of several a damaged record is left out with a warning."
-    told = lambda i, r: f"record {i} ({str(r.get('run_id'))[:80]!r})" if isinstance(r, dict) else f"record {i}"
-    records = load_records(results_dir, run_ids) if records is None else same_world(readable(lambda ir: check_record(ir[1], told(*ir)), list(enumerate(records))))
-    out, zero = output_folder(results_dir, output_dir), zero_shot_scores(results_dir, (records[0].get("world") or {}).get("digest"))
+    """Evaluate runs, write all files, print their paths; of several a damaged record is left out
+    with a warning."""
+    told = lambda i, r: (
+        f"record {i} ({str(r.get('run_id'))[:80]!r})" if isinstance(r, dict) else f"record {i}"
+    )
+    records = (
+        load_records(results_dir, run_ids)
+        if records is None
+        else same_world(
+            readable(lambda ir: check_record(ir[1], told(*ir)), list(enumerate(records)))
+        )
+    )
+    out, zero = output_folder(results_dir, output_dir), zero_shot_scores(
+        results_dir, (records[0].get("world") or {}).get("digest")
+    )
     for r in records: _own_folder(out, r) # refused before anything is written
     if len(records) > 1: by_pair(records)
-    evaluated = (evaluate_run(r if r.get("zero_shot") or not zero else r | dict(zero_shot=zero), out) for r in records)
-    done = [d for d in evaluated if len(records) <= SHOWN_RUNS] # the figures of many runs would fill the memory
-    if len(records) == 1: return [x for x in run_report(done[0]["record"]) if isinstance(x, Table)] + done[0]["charts"]
+    evaluated = (
+        evaluate_run(r if r.get("zero_shot") or not zero else r | dict(zero_shot=zero), out)
+        for r in records
+    )
+    # the figures of many runs would fill the memory
+    done = [d for d in evaluated if len(records) <= SHOWN_RUNS]
+    if len(records) == 1:
+        return [x for x in run_report(done[0]["record"]) if isinstance(x, Table)] + done[0][
+            "charts"
+        ]
     comparison = aggregate(records, out)
-    return comparison["tables"] + comparison["charts"] + [x for d in done for x in [task_table(d["record"]), *d["charts"]]]
+    return (
+        comparison["tables"]
+        + comparison["charts"]
+        + [x for d in done for x in [task_table(d["record"]), *d["charts"]]]
+    )
 
 # %% ../../nbs/compare/05_evaluate.ipynb #c81721b9
-_EVALUATED = dict(results_dir=(str, Path), run_ids=(str, list, tuple), output_dir=(str, Path), source=(str,), wandb_entity=(str,), wandb_project=(str,))
+_EVALUATED = dict(
+    results_dir=(str, Path),
+    run_ids=(str, list, tuple),
+    output_dir=(str, Path),
+    source=(str,),
+    wandb_entity=(str,),
+    wandb_project=(str,),
+)
 
 def evaluation_parameters(
     given: dict, # name → value, as the notebook was given them
 ) -> dict: # the same
-    "Refuse (ValueError) names that the evaluation does not know, with the nearest that it does, and values of another type."
+    """Refuse (ValueError) names that the evaluation does not know, with the nearest that it does,
+    and values of another type."""
     return checked_parameters(given, _EVALUATED)

@@ -15,7 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from ..measures.continual import evaluated_rows, retained_accuracy
-from ..measures.records import byte_table, group_table, is_complete, score_array, summary_table, task_table
+from himalaya_hest.measures.records import (
+    byte_table, group_table, is_complete, score_array, summary_table, task_table,
+)
 
 # %% ../../nbs/compare/04_figures.ipynb #64a532b6
 @dataclass(repr=False)
@@ -32,17 +34,28 @@ class Chart:
         if self.alt: return self.alt
         axes = [a for a in self.figure.axes if a.get_visible()]
         legends = [l for l in (*self.figure.legends, *(a.get_legend() for a in axes)) if l]
-        parts = {"": [self.topic.replace("_", " "), self.figure.get_suptitle(), *(a.get_title() for a in axes)],
-                 "Across: ": [self.figure.get_supxlabel(), *(a.get_xlabel() for a in axes)], "Up: ": [self.figure.get_supylabel(), *(a.get_ylabel() for a in axes)],
-                 "Shown: ": [t.get_text() for l in legends for t in l.get_texts()]}
-        said = {k: "; ".join(dict.fromkeys(" ".join(t.split()) for t in texts if t.strip())) for k, texts in parts.items()}
+        parts = {
+            "": [
+                self.topic.replace("_", " "),
+                self.figure.get_suptitle(),
+                *(a.get_title() for a in axes),
+            ],
+            "Across: ": [self.figure.get_supxlabel(), *(a.get_xlabel() for a in axes)],
+            "Up: ": [self.figure.get_supylabel(), *(a.get_ylabel() for a in axes)],
+            "Shown: ": [t.get_text() for l in legends for t in l.get_texts()],
+        }
+        said = {
+            k: "; ".join(dict.fromkeys(" ".join(t.split()) for t in texts if t.strip()))
+            for k, texts in parts.items()
+        }
         return ". ".join(k + v for k, v in said.items() if v) + "."
 
     def as_written(self):
         "The figure, in which a dollar sign of a name or a label begins no formula."
         from matplotlib.text import Text
         for text in self.figure.findobj(Text):
-            if "$" in text.get_text() and r"\mathdefault" not in text.get_text(): text.set_parse_math(False)
+            if "$" in text.get_text() and r"\mathdefault" not in text.get_text():
+                text.set_parse_math(False)
         return self.figure
 
     def _repr_png_(self):
@@ -58,7 +71,8 @@ class Chart:
         import matplotlib
         path = Path(folder) / f"{prefix}_{self.topic}.pdf"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context({"pdf.fonttype": 42}): self.as_written().savefig(path, format="pdf", metadata={"CreationDate": None})
+        with matplotlib.rc_context({"pdf.fonttype": 42}):
+            self.as_written().savefig(path, format="pdf", metadata={"CreationDate": None})
         return path
 
 # %% ../../nbs/compare/04_figures.ipynb #9600f840
@@ -68,15 +82,22 @@ class NoChart(Chart):
     def _repr_png_(self): return None
     def save(self, folder: str | Path, prefix: str) -> None: "Nothing is written."
 
+# %% ../../nbs/compare/04_figures.ipynb #95a18573
 def no_curve(
     n_tasks: int, # of the stream
 ) -> NoChart | None: # None: there is a curve
     "What stands where the curve of retained accuracy would."
     if n_tasks > 1: return None
-    return NoChart("retained_accuracy", None, "No curve of retained accuracy: in a stream of one task nothing comes after it by which it could be forgotten.")
+    return NoChart(
+        "retained_accuracy",
+        None,
+        "No curve of retained accuracy: in a stream of one task nothing comes after it by "
+        "which it could be forgotten.",
+    )
 
 # %% ../../nbs/compare/04_figures.ipynb #7b3e64e0
-DARK, MIDDLE, LIGHT = "#16324f", "#d1762c", "#c9ced6" # luminance about .03, .27, .62: apart in grey too
+# luminance about .03, .27, .62: apart in grey too
+DARK, MIDDLE, LIGHT = "#16324f", "#d1762c", "#c9ced6"
 
 def new_figure(
     width: float, # inches
@@ -89,8 +110,11 @@ def new_figure(
     "A figure and its axes, with room kept for every label."
     from matplotlib.figure import Figure
     figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, sharex=sharex, height_ratios=height_ratios)
+    return figure, figure.subplots(
+        rows, columns, squeeze=False, sharex=sharex, height_ratios=height_ratios
+    )
 
+# %% ../../nbs/compare/04_figures.ipynb #9cd924f2
 def plain_axes(
     axes, # matplotlib axes
     grid: str = "y", # along which axis lines are drawn
@@ -111,25 +135,71 @@ def _task_ticks(axes, names, axis="x"):
 def retained_curve(
     record: dict, # a run's record
 ) -> Chart: # topic retained_accuracy
-    "Mean score over all tasks seen so far, where all were evaluated; just-learned scores and chance beside it; a sentence for a single task. Raises ValueError for an incomplete matrix."
+    """Mean score over all tasks seen so far, where all were evaluated; just-learned scores and
+    chance beside it; a sentence for a single task. Raises ValueError for an incomplete matrix."""
     if none := no_curve(len(record["tasks"])): return none
     x = evaluated_rows(record["matrix"]) + 1
-    curve, every = retained_accuracy(record["matrix"])[x - 1], np.arange(1, len(record["tasks"]) + 1)
+    curve, every = retained_accuracy(record["matrix"])[x - 1], np.arange(
+        1, len(record["tasks"]) + 1
+    )
     figure, ((axes,),) = new_figure(max(5., .33 * min(len(every), 25) + 1.2), 4.4)
     plain_axes(axes)
-    axes.plot(every, np.diag(score_array(record)), linestyle="none", marker="_", markersize=11, markeredgewidth=2.5, color="#9aa3af", label="score of the task just learned")
-    axes.plot(x, curve, color=DARK, marker="o", markersize=4, label=f"retained accuracy (AUC {curve.mean():.3f})")
-    for a, b in zip(x, curve): axes.annotate(f"{b:.2f}", (a, b), (0, 5), textcoords="offset points", ha="center", fontsize=6.5)
-    chance = [{i["name"]: i.get("chance") for i in record.get("task_info") or []}.get(t) for t in record["tasks"]]
-    if all(c is not None for c in chance): axes.plot(every, np.cumsum(chance) / every, color="black", linestyle=":", linewidth=1, label="chance")
+    axes.plot(
+        every,
+        np.diag(score_array(record)),
+        linestyle="none",
+        marker="_",
+        markersize=11,
+        markeredgewidth=2.5,
+        color="#9aa3af",
+        label="score of the task just learned",
+    )
+    axes.plot(
+        x,
+        curve,
+        color=DARK,
+        marker="o",
+        markersize=4,
+        label=f"retained accuracy (AUC {curve.mean():.3f})",
+    )
+    for a, b in zip(x, curve):
+        axes.annotate(
+            f"{b:.2f}", (a, b), (0, 5), textcoords="offset points", ha="center", fontsize=6.5
+        )
+    chance = [
+        {i["name"]: i.get("chance") for i in record.get("task_info") or []}.get(t)
+        for t in record["tasks"]
+    ]
+    if all(c is not None for c in chance):
+        axes.plot(
+            every,
+            np.cumsum(chance) / every,
+            color="black",
+            linestyle=":",
+            linewidth=1,
+            label="chance",
+        )
     if len(every) <= 25: _task_ticks(axes, record["tasks"])
     else: axes.set_xticks(x)
     axes.set(xlim=(.4, len(every) + .6), ylim=(0, 1.08))
     axes.set_xlabel("after training task", fontsize=9)
     axes.set_ylabel("mean score over all tasks seen\n(share of 1)", fontsize=9)
     axes.set_title(record["run_id"], fontsize=9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
-    return Chart("retained_accuracy", figure, f"Retained accuracy of {record['run_id']} over {len(every)} tasks: {curve[0]:.2f} after the first, {curve[-1]:.2f} after the last, AUC {curve.mean():.3f}; dashes mark the score of each task just learned{', a dotted line chance' if None not in chance else ''}.")
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=7.5,
+        frameon=False,
+    )
+    return Chart(
+        "retained_accuracy",
+        figure,
+        f"Retained accuracy of {record['run_id']} over {len(every)} tasks: {curve[0]:.2f} "
+        f"after the first, {curve[-1]:.2f} after the last, AUC {curve.mean():.3f}; dashes "
+        "mark the score of each task just "
+        f"learned{', a dotted line chance' if None not in chance else ''}.",
+    )
 
 # %% ../../nbs/compare/04_figures.ipynb #c41c4360
 MOST_FIGURES = 50 # rows of an image whose cells have figures
@@ -138,8 +208,18 @@ def _write_cells(axes, values, texts, limit, fontsize):
     "Values into the cells of an image, white on dark; none where they are too many to be read."
     if len(values) > MOST_FIGURES: return
     for (i, j), v in np.ndenumerate(values):
-        if not np.isnan(v): axes.text(j, i, texts[i][j], ha="center", va="center", fontsize=fontsize, color="white" if v < limit else "black")
+        if not np.isnan(v):
+            axes.text(
+                j,
+                i,
+                texts[i][j],
+                ha="center",
+                va="center",
+                fontsize=fontsize,
+                color="white" if v < limit else "black",
+            )
 
+# %% ../../nbs/compare/04_figures.ipynb #a8283f2e
 def score_matrix(
     record: dict, # a run's record
 ) -> Chart: # topic score_matrix
@@ -147,10 +227,23 @@ def score_matrix(
     R, names = score_array(record), record["tasks"]
     T = len(names)
     figures = T <= MOST_FIGURES
-    figure, ((axes,),) = new_figure(max((.31 if figures else .15) * T + 2.8, 5.), (.29 if figures else .15) * T + 2.6)
-    image = axes.imshow(R, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation=None if figures else "none") # none: a pixel a cell in the PDF
-    _write_cells(axes, R, [[f"{100 * x:.0f}" if not np.isnan(x) else "" for x in row] for row in R], .55, 6.5)
-    axes.set_xticks(range(T), [f"{n}  {j}" for j, n in enumerate(names, 1)], rotation=90, fontsize=7)
+    figure, ((axes,),) = new_figure(
+        max((0.31 if figures else 0.15) * T + 2.8, 5.0), (0.29 if figures else 0.15) * T + 2.6
+    )
+    # none: a pixel a cell in the PDF
+    image = axes.imshow(
+        R, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation=None if figures else "none"
+    )
+    _write_cells(
+        axes,
+        R,
+        [[f"{100 * x:.0f}" if not np.isnan(x) else "" for x in row] for row in R],
+        0.55,
+        6.5,
+    )
+    axes.set_xticks(
+        range(T), [f"{n}  {j}" for j, n in enumerate(names, 1)], rotation=90, fontsize=7
+    )
     axes.set_yticks(range(T), [f"{j}  {n}" for j, n in enumerate(names, 1)], fontsize=7)
     axes.set_xlabel("evaluated task", fontsize=9)
     axes.set_ylabel("after training task", fontsize=9)
@@ -158,7 +251,12 @@ def score_matrix(
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, shrink=.7, label="score (share of 1)")
     told = [f"{np.nanmin(x):.2f} to {np.nanmax(x):.2f}" for x in (np.diag(R), R[-1])]
-    return Chart("score_matrix", figure, f"Score matrix of {record['run_id']}: {T} tasks have {told[0]} when they are just learned, and {told[1]} after the last task.")
+    return Chart(
+        "score_matrix",
+        figure,
+        f"Score matrix of {record['run_id']}: {T} tasks have {told[0]} when they are just "
+        f"learned, and {told[1]} after the last task.",
+    )
 
 # %% ../../nbs/compare/04_figures.ipynb #4dd1ed41
 def task_bars(
@@ -176,42 +274,89 @@ def task_bars(
         for a, v in zip(y + shift, values):
             if not np.isnan(v): axes.text(v + .008, a, f"{v:.2f}", va="center", fontsize=6)
     chance = [r.get("chance") for r in rows]
-    if any(c is not None for c in chance): axes.plot([np.nan if c is None else c for c in chance], y, linestyle="none", marker="|", markersize=9, markeredgewidth=1.8, color=MIDDLE, label="chance (best constant answer)")
-    axes.set_yticks(y, [f"{r['task']}" + (f"  ({r['metric']})" if r.get("metric") else "") for r in rows], fontsize=7)
+    if any(c is not None for c in chance):
+        axes.plot(
+            [np.nan if c is None else c for c in chance],
+            y,
+            linestyle="none",
+            marker="|",
+            markersize=9,
+            markeredgewidth=1.8,
+            color=MIDDLE,
+            label="chance (best constant answer)",
+        )
+    axes.set_yticks(
+        y,
+        [f"{r['task']}" + (f"  ({r['metric']})" if r.get("metric") else "") for r in rows],
+        fontsize=7,
+    )
     axes.set_ylim(T + .6, .4)
     axes.set_xlim(0, 1.08)
     axes.set_xlabel("score (share of 1)", fontsize=9)
     axes.set_title(record["run_id"], fontsize=9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=7.5,
+        frameon=False,
+    )
     return Chart("task_scores", figure)
 
 # %% ../../nbs/compare/04_figures.ipynb #d4b07c96
 def dictionary_life(
     record: dict, # a run's record; dictionary: one dict a task with task, grown, pruned, kept, free
 ) -> Chart: # topic dictionary
-    "Slots grown, given back and kept by each task, and slots left free. Raises ValueError where the run has no dictionary."
+    """Slots grown, given back and kept by each task, and slots left free. Raises ValueError where
+    the run has no dictionary."""
     life = record.get("dictionary")
-    if not life: raise ValueError(f"run {record['run_id']!r} ({record['config'].get('adapter')}) has no dictionary: only adapters that grow slots record its life")
+    if not life:
+        raise ValueError(
+            f"run {record['run_id']!r} ({record['config'].get('adapter')}) has no "
+            "dictionary: only adapters that grow slots record its life"
+        )
     x = np.arange(1, len(life) + 1)
     column = lambda k: np.array([float(e.get(k) or 0) for e in life])
     kept, pruned, free = column("kept"), column("pruned"), column("free")
-    figure, ((top,), (low,)) = new_figure(max(5., .33 * len(x) + 1.2), 5., 2, sharex=True, height_ratios=(3, 2))
+    figure, ((top,), (low,)) = new_figure(
+        max(5.0, 0.33 * len(x) + 1.2), 5.0, 2, sharex=True, height_ratios=(3, 2)
+    )
     for axes in (top, low): plain_axes(axes)
     top.bar(x, kept, width=.65, color=DARK, label="kept by the task")
-    top.bar(x, pruned, width=.65, bottom=kept, color="white", edgecolor=DARK, hatch="////", label="grown and given back")
-    for a, k, p in zip(x, kept, pruned): top.text(a, k + p + .05, f"{k:.0f}" + (f"+{p:.0f}" if p else ""), ha="center", fontsize=6.5)
+    top.bar(
+        x,
+        pruned,
+        width=0.65,
+        bottom=kept,
+        color="white",
+        edgecolor=DARK,
+        hatch="////",
+        label="grown and given back",
+    )
+    for a, k, p in zip(x, kept, pruned):
+        top.text(a, k + p + .05, f"{k:.0f}" + (f"+{p:.0f}" if p else ""), ha="center", fontsize=6.5)
     top.set_ylim(0, 1.2 * max((kept + pruned).max(), 1))
     top.yaxis.get_major_locator().set_params(integer=True)
     top.set_ylabel("slots of the task", fontsize=9)
     top.set_title(record["run_id"], fontsize=9)
     low.step(x, free, where="mid", color=MIDDLE, label="free after the task")
-    for a, f in zip(x, free): low.text(a, f + .02 * max(free.max(), 1), f"{f:.0f}", ha="center", va="bottom", fontsize=6.5)
+    for a, f in zip(x, free):
+        low.text(
+            a, f + 0.02 * max(free.max(), 1), f"{f:.0f}", ha="center", va="bottom", fontsize=6.5
+        )
     low.set_ylim(0, 1.18 * max(free.max(), 1))
     low.set_ylabel("free slots", fontsize=9)
     _task_ticks(low, [e["task"] for e in life])
     low.set_xlabel("after training task", fontsize=9)
     handles = [axes.get_legend_handles_labels() for axes in (top, low)]
-    figure.legend(handles[0][0] + handles[1][0], handles[0][1] + handles[1][1], loc="outside lower center", ncols=3, fontsize=7.5, frameon=False)
+    figure.legend(
+        handles[0][0] + handles[1][0],
+        handles[0][1] + handles[1][1],
+        loc="outside lower center",
+        ncols=3,
+        fontsize=7.5,
+        frameon=False,
+    )
     return Chart("dictionary", figure)
 
 # %% ../../nbs/compare/04_figures.ipynb #9e7dee61
@@ -224,20 +369,48 @@ def _running_steps(history):
         out.append(offset + last)
     return np.array(out)
 
+# %% ../../nbs/compare/04_figures.ipynb #94981448
 def learning_curves(
-    record: dict, # a run's record; history: dicts with step, task, train_loss, val_retained_accuracy
+    # a run's record; history: dicts with step, task, train_loss, val_retained_accuracy
+    record: dict,
 ) -> Chart: # topic learning_curves
-    "Training loss and retained accuracy over optimiser steps. Raises ValueError where there is no history."
+    """Training loss and retained accuracy over optimiser steps. Raises ValueError where there is no
+    history."""
     history = [h for h in record.get("history") or [] if h.get("step") is not None]
-    if not history: raise ValueError(f"run {record['run_id']!r} has no history with steps: nothing was trained")
+    if not history:
+        raise ValueError(f"run {record['run_id']!r} has no history with steps: nothing was trained")
     x, tasks = _running_steps(history), [h.get("task") for h in history]
-    figure, ((top,), (low,)) = new_figure(max(6., .33 * len(record["tasks"]) + 1.2), 5.2, 2, sharex=True)
-    for axes, key, label, color, marker in ((top, "train_loss", "training loss (nats per token)", DARK, None), (low, "val_retained_accuracy", "retained accuracy\n(share of 1)", MIDDLE, "s")):
+    figure, ((top,), (low,)) = new_figure(
+        max(6.0, 0.33 * len(record["tasks"]) + 1.2), 5.2, 2, sharex=True
+    )
+    for axes, key, label, color, marker in (
+        (top, "train_loss", "training loss (nats per token)", DARK, None),
+        (low, "val_retained_accuracy", "retained accuracy\n(share of 1)", MIDDLE, "s"),
+    ):
         plain_axes(axes)
         points = [(a, h[key]) for a, h in zip(x, history) if h.get(key) is not None]
-        if points: axes.plot(*zip(*points), color=color, marker=marker if len(points) > 1 else "s", markersize=3.5, linewidth=1)
-        else: axes.text(.5, .4, "not recorded", transform=axes.transAxes, ha="center", fontsize=9, color="#666666")
-        for a, v in points if marker else (): axes.annotate(f"{v:.2f}", (a, v), (0, 4), textcoords="offset points", ha="center", fontsize=6.5)
+        if points:
+            axes.plot(
+                *zip(*points),
+                color=color,
+                marker=marker if len(points) > 1 else "s",
+                markersize=3.5,
+                linewidth=1,
+            )
+        else:
+            axes.text(
+                0.5,
+                0.4,
+                "not recorded",
+                transform=axes.transAxes,
+                ha="center",
+                fontsize=9,
+                color="#666666",
+            )
+        for a, v in points if marker else ():
+            axes.annotate(
+                f"{v:.2f}", (a, v), (0, 4), textcoords="offset points", ha="center", fontsize=6.5
+            )
         axes.set_ylabel(label, fontsize=9)
     top.set_ylim(0, 1.5 * top.get_ylim()[1]) # the upper third is for the tasks' names
     low.set_ylim(0, 1.15)
@@ -254,7 +427,17 @@ def _mark_tasks(axes, x, tasks):
     for k, name in enumerate(tasks):
         if k + 1 == len(tasks) or tasks[k + 1] != name:
             axes.axvline(x[k], color="#b9bec6", linewidth=.6)
-            axes.text((start + x[k]) / 2, .98, str(name), transform=axes.get_xaxis_transform(), rotation=90, ha="center", va="top", fontsize=6, color="#444444")
+            axes.text(
+                (start + x[k]) / 2,
+                0.98,
+                str(name),
+                transform=axes.get_xaxis_transform(),
+                rotation=90,
+                ha="center",
+                va="top",
+                fontsize=6,
+                color="#444444",
+            )
             start = x[k]
 
 # %% ../../nbs/compare/04_figures.ipynb #f58f9347
@@ -265,21 +448,29 @@ def _draw_confusion(axes, name, labels, counts):
     small = 8 if len(labels) <= 4 else 5.5
     _write_cells(axes, 1 - share, [[f"{c:.0f}" for c in row] for row in counts], .5, small)
     short = [l if len(l) <= 16 else l[:15] + "…" for l in labels]
-    axes.set_xticks(range(counts.shape[1]), short + ["(other)"] * (counts.shape[1] - len(short)), rotation=90, fontsize=small)
+    axes.set_xticks(
+        range(counts.shape[1]),
+        short + ["(other)"] * (counts.shape[1] - len(short)),
+        rotation=90,
+        fontsize=small,
+    )
     axes.set_yticks(range(len(short)), short, fontsize=small)
     axes.set_title(f"{name} (n = {counts.sum():.0f})", fontsize=8)
 
 # %% ../../nbs/compare/04_figures.ipynb #c4fefcab
 def confusion_matrices(
-    record: dict, # a run's record; confusion: task -> {"labels": K texts, "counts": K rows of K + 1}
+    # a run's record; confusion: task -> {"labels": K texts, "counts": K rows of K + 1}
+    record: dict,
 ) -> Chart: # topic confusion
-    "Counts of true against generated labels at the end of the run. Raises ValueError where none are stored."
+    """Counts of true against generated labels at the end of the run. Raises ValueError where none
+    are stored."""
     stored = record.get("confusion")
     if not stored: raise ValueError(f"run {record['run_id']!r} stored no confusion counts")
     columns = min(3, len(stored))
     lines = -(-len(stored) // columns)
     figure, grid = new_figure(3.1 * columns + .4, 3. * lines + .5, lines, columns)
-    for axes, (name, c) in zip(grid.flat, stored.items()): _draw_confusion(axes, name, c["labels"], c["counts"])
+    for axes, (name, c) in zip(grid.flat, stored.items()):
+        _draw_confusion(axes, name, c["labels"], c["counts"])
     for axes in list(grid.flat)[len(stored):]: axes.set_visible(False)
     figure.supxlabel("generated label (counts; shade: share of the true label's row)", fontsize=9)
     figure.supylabel("true label", fontsize=9)
@@ -295,32 +486,83 @@ def energy_curve(
     x = [h["step"] for h in history]
     figure, ((top,), (low,)) = new_figure(6.4, 4.4, 2, sharex=True, height_ratios=(2, 1))
     for axes in (top, low): plain_axes(axes)
-    top.plot(x, [h["energy"] for h in history], color=DARK, linewidth=1.6, label="expected scope share of the step")
-    if "energy_target" in history[-1]: top.plot(x, [h["energy_target"] for h in history], color=MIDDLE, linewidth=1.2, linestyle=(0, (4, 2)), label="its target")
-    top.annotate(f"{history[-1]['energy']:.3f}", (x[-1], history[-1]["energy"]), (4, 0), textcoords="offset points", fontsize=7.5, va="center")
-    top.set(ylim=(0, 1.05)); top.set_ylabel("scope share\n(of all directions in fp)", fontsize=9); top.legend(fontsize=8, frameon=False)
+    top.plot(
+        x,
+        [h["energy"] for h in history],
+        color=DARK,
+        linewidth=1.6,
+        label="expected scope share of the step",
+    )
+    if "energy_target" in history[-1]:
+        top.plot(
+            x,
+            [h["energy_target"] for h in history],
+            color=MIDDLE,
+            linewidth=1.2,
+            linestyle=(0, (4, 2)),
+            label="its target",
+        )
+    top.annotate(
+        f"{history[-1]['energy']:.3f}",
+        (x[-1], history[-1]["energy"]),
+        (4, 0),
+        textcoords="offset points",
+        fontsize=7.5,
+        va="center",
+    )
+    top.set(ylim=(0, 1.05))
+    top.set_ylabel("scope share\n(of all directions in fp)", fontsize=9)
+    top.legend(fontsize=8, frameon=False)
     low.plot(x, [h["energy_price"] for h in history], color=DARK, linewidth=1.4)
-    low.annotate(f"{history[-1]['energy_price']:.3f}", (x[-1], history[-1]["energy_price"]), (4, 0), textcoords="offset points", fontsize=7.5, va="center")
-    low.set_ylim(bottom=0); low.set_ylabel("price λ", fontsize=9); low.set_xlabel("optimiser steps", fontsize=9)
+    low.annotate(
+        f"{history[-1]['energy_price']:.3f}",
+        (x[-1], history[-1]["energy_price"]),
+        (4, 0),
+        textcoords="offset points",
+        fontsize=7.5,
+        va="center",
+    )
+    low.set_ylim(bottom=0)
+    low.set_ylabel("price λ", fontsize=9)
+    low.set_xlabel("optimiser steps", fontsize=9)
     top.set_title(record["run_id"], fontsize=9)
     top.margins(x=.08)
     return Chart("energy_curve", figure)
 
+# %% ../../nbs/compare/04_figures.ipynb #dd4b3c52
 def utilisation(
     record: dict, # a run's record with energy.utilisation
 ) -> Chart: # topic utilisation
-    "Heat map of the cost of each layer's directions, or of each block, over positions, in hundredths of all in fp."
+    """Heat map of the cost of each layer's directions, or of each block, over positions, in
+    hundredths of all in fp."""
     u = record["energy"]["utilisation"]
     n, cost = np.array(u["n_tokens"]), np.array(u["cost"])
     met = n > 0
-    shown, starts = np.where(met, cost, np.nan)[:, :met.nonzero()[0][-1] + 1], u["bin_width"] * np.arange(len(n))
+    shown, starts = np.where(met, cost, np.nan)[:, : met.nonzero()[0][-1] + 1], u[
+        "bin_width"
+    ] * np.arange(len(n))
     figure, ((axes,),) = new_figure(.8 * shown.shape[1] + 2.6, .42 * len(u["layers"]) + 1.9)
     image = axes.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto")
-    _write_cells(axes, shown, [[f"{100 * v:.0f}" if not np.isnan(v) else "" for v in row] for row in shown], .55, 8)
-    axes.set_xticks(range(shown.shape[1]), [f"{a}–{a + u['bin_width'] - 1}\nn = {k:,.0f}" for a, k in zip(starts, n[:shown.shape[1]])], fontsize=7)
+    _write_cells(
+        axes,
+        shown,
+        [[f"{100 * v:.0f}" if not np.isnan(v) else "" for v in row] for row in shown],
+        0.55,
+        8,
+    )
+    axes.set_xticks(
+        range(shown.shape[1]),
+        [
+            f"{a}–{a + u['bin_width'] - 1}\nn = {k:,.0f}"
+            for a, k in zip(starts, n[: shown.shape[1]])
+        ],
+        fontsize=7,
+    )
     axes.set_yticks(range(len(u["layers"])), [f"block {l}" for l in u["layers"]], fontsize=8)
     axes.set_xlabel("position in the row (n: tokens of all samples and beams)", fontsize=9)
-    axes.set_title(f"{record['run_id']}\ncost of what is open, in hundredths of all in fp", fontsize=9)
+    axes.set_title(
+        f"{record['run_id']}\ncost of what is open, in hundredths of all in fp", fontsize=9
+    )
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, shrink=.8, label="share of 1")
     return Chart("utilisation", figure)
@@ -332,15 +574,30 @@ def run_charts(
     "All figures of a run; those without data are left out."
     energy, complete = record.get("energy") or {}, is_complete(record) and len(record["tasks"]) > 1
     trained = any(h.get("step") is not None for h in record.get("history") or [])
-    known = [(retained_curve, is_complete(record)), (score_matrix, complete), (task_bars, not energy and (not np.isnan(np.diag(score_array(record))).all() or complete)),
-             (energy_curve, any("energy" in h for h in record.get("history") or [])), (utilisation, bool((energy.get("utilisation") or {}).get("layers"))), (dictionary_life, bool(record.get("dictionary"))), (learning_curves, trained), (confusion_matrices, bool(record.get("confusion")))]
+    known = [
+        (retained_curve, is_complete(record)),
+        (score_matrix, complete),
+        (task_bars, not energy and (not np.isnan(np.diag(score_array(record))).all() or complete)),
+        (energy_curve, any("energy" in h for h in record.get("history") or [])),
+        (utilisation, bool((energy.get("utilisation") or {}).get("layers"))),
+        (dictionary_life, bool(record.get("dictionary"))),
+        (learning_curves, trained),
+        (confusion_matrices, bool(record.get("confusion"))),
+    ]
     return [draw(record) for draw, applies in known if applies]
 
+# %% ../../nbs/compare/04_figures.ipynb #e9ae4716
 def run_report(
     record: dict, # a run's record
 ) -> list: # tables and figures, for display(*...)
     "The run's tables (summary, tasks, groups, bytes) and figures."
     tables = [summary_table(record), task_table(record)]
-    if any(i.get("group") or i.get("shared_instruction") for i in record.get("task_info") or []): tables.append(group_table(record))
+    if any(i.get("group") or i.get("shared_instruction") for i in record.get("task_info") or []):
+        tables.append(group_table(record))
     if record.get("bytes"): tables.append(byte_table(record))
-    return tables + [c for c in run_charts(record) if c.topic in ("retained_accuracy", "score_matrix", "dictionary", "energy_curve", "utilisation")]
+    return tables + [
+        c
+        for c in run_charts(record)
+        if c.topic
+        in ("retained_accuracy", "score_matrix", "dictionary", "energy_curve", "utilisation")
+    ]

@@ -20,27 +20,53 @@ from pathlib import Path
 from ..running.config import RunConfig, told_parameters
 from .run import run_continual
 from ..measures.records import NEEDED, Table, check_record, plain_json
-from ..adapters.registry import _config_class, need_adapter_module, parse_adapter, resolve_adapter_config, searched_defaults
+from himalaya_hest.adapters.registry import (
+    _config_class, need_adapter_module, parse_adapter, resolve_adapter_config,
+    searched_defaults,
+)
 
 # %% ../../nbs/jobs/05_again.ipynb #7109eb85
 def commands_in(
     record, # the JSON of a measurement
 ) -> list[str]: # without repetitions
     "The commands that a record names, at any depth."
-    found = [record["command"]] if isinstance(record, dict) and isinstance(record.get("command"), str) else []
-    inner = record.values() if isinstance(record, dict) else record if isinstance(record, list) else ()
+    found = (
+        [record["command"]]
+        if isinstance(record, dict) and isinstance(record.get("command"), str)
+        else []
+    )
+    inner = (
+        record.values() if isinstance(record, dict) else record if isinstance(record, list) else ()
+    )
     return list(dict.fromkeys(found + [c for x in inner for c in commands_in(x)]))
 
+# %% ../../nbs/jobs/05_again.ipynb #91a7689d
 def read_run(
     path: str | Path, # of a record
 ) -> dict: # the record of a stream run
-    "The record; `ValueError` for anything else, naming the command that repeats it where there is one."
+    """The record; `ValueError` for anything else, naming the command that repeats it where there is
+    one."""
     try: record = plain_json(path)
-    except OSError as e: raise ValueError(f"{path} cannot be read ({e.strerror}); give the record.json of a run, or a file of nbs/records") from e
-    except (ValueError, RecursionError) as e: raise ValueError(f"{path} is not JSON ({e}); give the record.json of a run, or a file of nbs/records") from e
-    if isinstance(record, dict) and all(k in record for k in NEEDED): return check_record(record, path)
-    if known := commands_in(record): raise ValueError(f"{path} is the record of a measurement, not of a run. This repeats it:\n" + "\n".join(f"    {c}" for c in known))
-    raise ValueError(f"{path} is no record of a run (it lacks {', '.join(k for k in NEEDED if k not in record)}) and names no command")
+    except OSError as e:
+        raise ValueError(
+            f"{path} cannot be read ({e.strerror}); give the record.json of a run, or a "
+            "file of nbs/records"
+        ) from e
+    except (ValueError, RecursionError) as e:
+        raise ValueError(
+            f"{path} is not JSON ({e}); give the record.json of a run, or a file of " "nbs/records"
+        ) from e
+    if isinstance(record, dict) and all(k in record for k in NEEDED):
+        return check_record(record, path)
+    if known := commands_in(record):
+        raise ValueError(
+            f"{path} is the record of a measurement, not of a run. This repeats it:\n"
+            + "\n".join(f"    {c}" for c in known)
+        )
+    raise ValueError(
+        f"{path} is no record of a run (it lacks "
+        f"{', '.join(k for k in NEEDED if k not in record)}) and names no command"
+    )
 
 # %% ../../nbs/jobs/05_again.ipynb #b7af5c1f
 PLACES = ("results_dir", "cache_dir", "overwrite", "dry_run", "run_id")
@@ -50,11 +76,16 @@ def as_it_was(
 ) -> dict: # the same, with what its adapter left open then
     "The config with the class's own values where a search has changed the default since."
     adapter, preset, given = config["adapter"], config["preset"], config.get("adapter_config") or {}
-    opened = searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys()
+    opened = (
+        searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys()
+    )
     if not opened: return config
-    own = _config_class(parse_adapter(adapter)[0])(**resolve_adapter_config(adapter, preset, given, config["seed"]))
+    own = _config_class(parse_adapter(adapter)[0])(
+        **resolve_adapter_config(adapter, preset, given, config["seed"])
+    )
     return config | dict(adapter_config=given | {k: getattr(own, k) for k in sorted(opened)})
 
+# %% ../../nbs/jobs/05_again.ipynb #30fe9031
 def parameters_of(
     record: dict, # of a run
     results_dir: str | Path, # where the repeated run goes
@@ -62,27 +93,81 @@ def parameters_of(
     allow_code_execution: bool = False, # may programs be run, where the record's run did?
     adapter_module: str = "", # where the module of an adapter of one's own lies here
 ) -> dict: # for run_continual
-    "The record's parameters for another run of the same; `ValueError` where they do not suffice, or are none."
+    """The record's parameters for another run of the same; `ValueError` where they do not suffice,
+    or are none."""
     config, known = record["config"], {f.name for f in fields(RunConfig)}
-    if config.get("hooks"): raise ValueError(f"{record['run_id']} was driven by the hooks {', '.join(config['hooks'])}, whose code the record does not hold: repeat it with the program that passed them")
-    if config.get("allow_code_execution") and not allow_code_execution: raise ValueError(f"{record['run_id']} ran the programs that its model wrote: where the record is one to trust, repeat it with --allow-code-execution")
+    if config.get("hooks"):
+        raise ValueError(
+            f"{record['run_id']} was driven by the hooks {', '.join(config['hooks'])}, "
+            "whose code the record does not hold: repeat it with the program that passed "
+            "them"
+        )
+    if config.get("allow_code_execution") and not allow_code_execution:
+        raise ValueError(
+            f"{record['run_id']} ran the programs that its model wrote: where the record "
+            "is one to trust, repeat it with --allow-code-execution"
+        )
     need_adapter_module(record["run_id"], config, adapter_module)
-    if unknown := sorted(config.keys() - known): raise ValueError(f"{record['run_id']} has the parameters {', '.join(unknown)}, which this version does not know: repeat it with the version of its code_version, {record.get('code_version')}")
-    kept = {k: v for k, v in as_it_was(config).items() if k not in (*PLACES, "adapter_source")} # another source is told beside what differs
-    return kept | ({"adapter_module": adapter_module} if adapter_module else {}) | dict(n_trials=0, search={}, tracker="off", wandb_entity="", wandb_project="", results_dir=str(results_dir), cache_dir=str(cache_dir), run_id=f"again-{record['run_id']}")
+    if unknown := sorted(config.keys() - known):
+        raise ValueError(
+            f"{record['run_id']} has the parameters {', '.join(unknown)}, which this "
+            "version does not know: repeat it with the version of its code_version, "
+            f"{record.get('code_version')}"
+        )
+    # another source is told beside what differs
+    kept = {k: v for k, v in as_it_was(config).items() if k not in (*PLACES, "adapter_source")}
+    return (
+        kept
+        | ({"adapter_module": adapter_module} if adapter_module else {})
+        | dict(
+            n_trials=0,
+            search={},
+            tracker="off",
+            wandb_entity="",
+            wandb_project="",
+            results_dir=str(results_dir),
+            cache_dir=str(cache_dir),
+            run_id=f"again-{record['run_id']}",
+        )
+    )
 
+# %% ../../nbs/jobs/05_again.ipynb #14435df6
 def changed_parameters(
     record: dict, # of a run
     again: dict, # of the repeated run
 ) -> list[str]: # sentences
     "Parameters that were resolved to something else than the record has, places and search apart."
     left_out = (*PLACES, "n_trials", "search")
-    old, new = ({k: v for k, v in told_parameters(as_it_was(r["config"])).items() if k not in left_out} for r in (record, again))
-    return [f"{k}: {old[k]!r} in the record, {new.get(k)!r} now" for k in old if old[k] != new.get(k)]
+    old, new = (
+        {k: v for k, v in told_parameters(as_it_was(r["config"])).items() if k not in left_out}
+        for r in (record, again)
+    )
+    return [
+        f"{k}: {old[k]!r} in the record, {new.get(k)!r} now" for k in old if old[k] != new.get(k)
+    ]
 
 # %% ../../nbs/jobs/05_again.ipynb #2b19fe9d
-TIMES = ("wall_s", "cpu_latency_overhead", "peak_memory_mb", "latency_p50_ms", "latency_p95_ms", "latency_p99_ms")
-GROUPS = ("tasks", "matrix", "scores", "row_values", "final", "summary", "bytes", "kept_bytes", "dictionary", "confusion", "energy")
+TIMES = (
+    "wall_s",
+    "cpu_latency_overhead",
+    "peak_memory_mb",
+    "latency_p50_ms",
+    "latency_p95_ms",
+    "latency_p99_ms",
+)
+GROUPS = (
+    "tasks",
+    "matrix",
+    "scores",
+    "row_values",
+    "final",
+    "summary",
+    "bytes",
+    "kept_bytes",
+    "dictionary",
+    "confusion",
+    "energy",
+)
 METERED = ("measured", "latency_ms", "latency_ms_batched") # of the group energy
 
 def leaves(
@@ -94,20 +179,31 @@ def leaves(
     if items is None or not x: return {place: x}
     return {p: v for k, inner in items for p, v in leaves(inner, f"{place}[{k!r}]").items()}
 
+# %% ../../nbs/jobs/05_again.ipynb #01df4fd1
 def values_of(
     record: dict, # of a run
-    decimals: int | None = None, # of the matrix and of the scores, of which the last row is taken; None: as they are
+    # of the matrix and of the scores, of which the last row is taken; None: as they are
+    decimals: int | None = None,
 ) -> dict: # group → place → value
     "What is compared."
-    if decimals is not None and "scores" in record: record = record | dict(scores=record["scores"][-1:])
-    out = {"world": {"digest": record["world"]["digest"]}} | {g: leaves(record[g]) for g in GROUPS if g in record}
+    if decimals is not None and "scores" in record:
+        record = record | dict(scores=record["scores"][-1:])
+    out = {"world": {"digest": record["world"]["digest"]}} | {
+        g: leaves(record[g]) for g in GROUPS if g in record
+    }
     counted = (record["summary"].get("joules_source") or "").startswith("measured")
-    if "energy" in record: out["energy"] = leaves({k: v for k, v in record["energy"].items() if k not in METERED})
-    for k in (*TIMES, *(["mean_joules_per_sample"] if counted else [])): out["summary"].pop(f"['{k}']", None)
+    if "energy" in record:
+        out["energy"] = leaves({k: v for k, v in record["energy"].items() if k not in METERED})
+    for k in (*TIMES, *(["mean_joules_per_sample"] if counted else [])):
+        out["summary"].pop(f"['{k}']", None)
     rounded = lambda v: round(v, decimals) if isinstance(v, float) else v
-    if decimals is not None: out |= {g: {p: rounded(v) for p, v in out[g].items()} for g in ("matrix", "scores") if g in out}
+    if decimals is not None:
+        out |= {
+            g: {p: rounded(v) for p, v in out[g].items()} for g in ("matrix", "scores") if g in out
+        }
     return out
 
+# %% ../../nbs/jobs/05_again.ipynb #c87d0754
 def is_compact(record: dict) -> bool: # whether scores are rounded and details left out
     return "command" in record # a record of a study of energy keeps its history
 
@@ -124,15 +220,25 @@ class Repeated:
     def table(self) -> Table:
         "One row a group."
         rows = [[g, n, k, "the same" if not k else "DIFFERS"] for g, (n, k) in self.counts.items()]
-        return Table(f"{self.run_id}, run again: {'the same' if self.same() else f'{len(self.differences)} values differ'}", ["group", "values", "differ", ""], rows)
+        return Table(
+            f"{self.run_id}, run again: "
+            f"{'the same' if self.same() else f'{len(self.differences)} values differ'}",
+            ["group", "values", "differ", ""],
+            rows,
+        )
     def __repr__(self):
         shown = [f"{g}{p}: {a!r} recorded, {b!r} now" for g, p, a, b in self.differences[:20]]
         more = [f"and {len(self.differences) - 20} more"] * (len(self.differences) > 20)
         return "\n".join([repr(self.table()), *shown, *more, *self.notes])
 
+# %% ../../nbs/jobs/05_again.ipynb #8f2e3120
 def _equal(a, b, tolerance):
     number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
-    return abs(a - b) <= tolerance if number(a) and number(b) and math.isfinite(a) and math.isfinite(b) else a == b
+    return (
+        abs(a - b) <= tolerance
+        if number(a) and number(b) and math.isfinite(a) and math.isfinite(b)
+        else a == b
+    )
 
 # %% ../../nbs/jobs/05_again.ipynb #ecc1e214
 MISSING = "nothing"
@@ -148,18 +254,38 @@ def compare_records(
     counts, differences = {}, []
     for g in (g for g in old if g in new):
         places = [p for p in dict.fromkeys([*old[g], *new[g]]) if g != "summary" or p in old[g]]
-        found = [(g, p, old[g].get(p, MISSING), new[g].get(p, MISSING)) for p in places if not _equal(old[g].get(p, MISSING), new[g].get(p, MISSING), tolerance)]
+        found = [
+            (g, p, old[g].get(p, MISSING), new[g].get(p, MISSING))
+            for p in places
+            if not _equal(old[g].get(p, MISSING), new[g].get(p, MISSING), tolerance)
+        ]
         counts[g] = (len(places), len(found))
         differences += found
     absent = [g for g in ("world", *GROUPS) if (g in old) != (g in new)]
-    return Repeated(record["run_id"], counts, differences, _explanations(record, again) + ([f"not compared, since only one of the two records has it: {', '.join(absent)}"] if absent else []))
+    return Repeated(
+        record["run_id"],
+        counts,
+        differences,
+        _explanations(record, again)
+        + (
+            [f"not compared, since only one of the two records has it: {', '.join(absent)}"]
+            if absent
+            else []
+        ),
+    )
 
+# %% ../../nbs/jobs/05_again.ipynb #516e3b98
 def _explanations(record, again):
     "What else differs between two runs: parameters, versions, code, machine."
     out = [f"parameter {x}" for x in changed_parameters(record, again)]
     for what in ("method_versions", "versions", "device", "code_version"):
         old, new = record.get(what) or {}, again.get(what) or {}
-        if changed := [f"{k} {old.get(k)} then, {new.get(k)} now" for k in old | new if old.get(k) != new.get(k)]: out.append(f"{what.replace('_', ' ')}: {', '.join(changed)}")
+        if changed := [
+            f"{k} {old.get(k)} then, {new.get(k)} now"
+            for k in old | new
+            if old.get(k) != new.get(k)
+        ]:
+            out.append(f"{what.replace('_', ' ')}: {', '.join(changed)}")
     return out
 
 # %% ../../nbs/jobs/05_again.ipynb #fda620bb
@@ -169,14 +295,29 @@ def repeat_run(
     cache_dir: str | Path = "", # of tokenised tasks; empty: in the temporary folder, or .cache
     tolerance: float = 0., # of numbers
     quiet: bool = False, # without progress
-    allow_code_execution: bool = False, # of programs that the model writes, where the record's run did it
+    # of programs that the model writes, where the record's run did it
+    allow_code_execution: bool = False,
     adapter_module: str = "", # of an adapter of one's own
 ) -> Repeated:
     "Run a record's parameters again and compare; `ValueError` for what is no run."
     record = read_run(path)
-    with contextlib.nullcontext(results_dir) if results_dir else tempfile.TemporaryDirectory() as folder:
-        parameters = parameters_of(record, folder, cache_dir or (".cache" if results_dir else f"{folder}/cache"), allow_code_execution, adapter_module)
-        if not quiet: print(f"{record['run_id']}: {len(record['tasks'])} tasks with {parameters['adapter']}, which took {record['summary']['wall_s']:.0f} s when it was recorded", flush=True)
+    with (
+        contextlib.nullcontext(results_dir) if results_dir else tempfile.TemporaryDirectory()
+    ) as folder:
+        parameters = parameters_of(
+            record,
+            folder,
+            cache_dir or (".cache" if results_dir else f"{folder}/cache"),
+            allow_code_execution,
+            adapter_module,
+        )
+        if not quiet:
+            print(
+                f"{record['run_id']}: {len(record['tasks'])} tasks with "
+                f"{parameters['adapter']}, which took {record['summary']['wall_s']:.0f} s "
+                "when it was recorded",
+                flush=True,
+            )
         return compare_records(record, run_continual(parameters, quiet=quiet), tolerance)
 
 # %% ../../nbs/jobs/05_again.ipynb #70ec9ba1
@@ -185,22 +326,57 @@ def rerun_parser(
     **further, # arguments of ArgumentParser
 ) -> argparse.ArgumentParser:
     "What the command line takes."
-    parser = argparse.ArgumentParser(called, **further, description="Run again what a record says, and compare.")
+    parser = argparse.ArgumentParser(
+        called, **further, description="Run again what a record says, and compare."
+    )
     parser.add_argument("record", help="record.json of a run, or a file of nbs/records")
-    parser.add_argument("--results-dir", default="", help="keep the repeated run here, and go on with it after a kill; else it goes to a temporary folder")
-    parser.add_argument("--cache-dir", default="", help="tokenised tasks; default: .cache, or a temporary folder without --results-dir")
-    parser.add_argument("--allow-code-execution", action="store_true", help="run programs that the model writes, where the record's run did")
-    parser.add_argument("--adapter-module", default="", help="where the module of an adapter of one's own lies here, for a record that names one; its code is run")
-    parser.add_argument("--tolerance", type=float, default=0., help="numbers that differ by no more are called the same (default: 0)")
+    parser.add_argument(
+        "--results-dir",
+        default="",
+        help="keep the repeated run here, and go on with it after a kill; else it goes to a "
+        "temporary folder",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        default="",
+        help="tokenised tasks; default: .cache, or a temporary folder without --results-dir",
+    )
+    parser.add_argument(
+        "--allow-code-execution",
+        action="store_true",
+        help="run programs that the model writes, where the record's run did",
+    )
+    parser.add_argument(
+        "--adapter-module",
+        default="",
+        help="where the module of an adapter of one's own lies here, for a record that names "
+        "one; its code is run",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="numbers that differ by no more are called the same (default: 0)",
+    )
     return parser
 
+# %% ../../nbs/jobs/05_again.ipynb #038ca9bf
 def main(
     arguments: list, # of the command line
     called: str = "python -m himalaya_hest.jobs.again", # how the command was called
 ) -> int: # exit status
-    "`python -m himalaya_hest.jobs.again RECORD [--results-dir DIR] [--cache-dir DIR] [--tolerance X]`."
+    """`python -m himalaya_hest.jobs.again RECORD [--results-dir DIR] [--cache-dir DIR] [--tolerance
+    X]`."""
     given = rerun_parser(called).parse_args(arguments)
-    try: repeated = repeat_run(given.record, given.results_dir, given.cache_dir, given.tolerance, allow_code_execution=given.allow_code_execution, adapter_module=given.adapter_module)
+    try:
+        repeated = repeat_run(
+            given.record,
+            given.results_dir,
+            given.cache_dir,
+            given.tolerance,
+            allow_code_execution=given.allow_code_execution,
+            adapter_module=given.adapter_module,
+        )
     except ValueError as e:
         print(e, file=sys.stderr)
         return 2

@@ -29,21 +29,45 @@ class FinishedRun:
     def __repr__(self): return repr(self.record)
     def _repr_html_(self): return self.record._repr_html_()
 
+# %% ../../nbs/jobs/04_finished_run.ipynb #cd5ed3e8
 def open_run(
     folder: str | Path, # {results_dir}/{run_id}
-    cache_dir: str | Path = ".cache", # of tokenised tasks; that of the record is not used, since a record may come from anywhere
-    adapter_module: str = "", # of an adapter of one's own; that of the record is not used either, for the same reason
+    # of tokenised tasks; that of the record is not used, since a record may come from anywhere
+    cache_dir: str | Path = ".cache",
+    # of an adapter of one's own; that of the record is not used either, for the same reason
+    adapter_module: str = "",
 ) -> FinishedRun:
     "`ValueError` for a folder that holds no finished run, or a run that keeps no adapter."
     folder = Path(folder)
-    if not (folder/"record.json").exists(): raise ValueError(f"{folder} holds no finished run: there is no record.json")
-    if not (folder/"adapter").is_dir(): raise ValueError(f"{folder} keeps no adapter: runs of the protocols single and zero_shot have none at their end")
+    if not (folder/"record.json").exists():
+        raise ValueError(f"{folder} holds no finished run: there is no record.json")
+    if not (folder/"adapter").is_dir():
+        raise ValueError(
+            f"{folder} keeps no adapter: runs of the protocols single and zero_shot have "
+            "none at their end"
+        )
     record = read_record(folder/"record.json")
     need_adapter_module(str(folder), record["config"], adapter_module)
     source, now = record["config"].get("adapter_source"), import_adapter_module(adapter_module)
-    if source and source != now: raise ValueError(f"{folder} was made with another source of {record['config']['adapter']!r} than {adapter_module} has now (SHA-256 {source[:12]}…, now {now[:12]}…): give the module as it was")
+    if source and source != now:
+        raise ValueError(
+            f"{folder} was made with another source of {record['config']['adapter']!r} "
+            f"than {adapter_module} has now (SHA-256 {source[:12]}…, now {now[:12]}…): "
+            "give the module as it was"
+        )
     config = RunConfig(**record["config"] | dict(cache_dir=str(cache_dir)))
-    backbone, tokenizer, digest = load_backbone(config.model, config.model_revision, "float32", "none")
+    backbone, tokenizer, digest = load_backbone(
+        config.model, config.model_revision, "float32", "none"
+    )
     wanted = (record.get("world") or {}).get("backbone") or "none"
-    if digest != wanted: raise ValueError(f"the backbone {config.model!r} is not the one of the run: its digest is {digest[:12]}, the record has {wanted[:12]}")
-    return FinishedRun(load_adapter(backbone, folder/"adapter").eval(), as_asked(tokenizer, config.chat_template), config, record)
+    if digest != wanted:
+        raise ValueError(
+            f"the backbone {config.model!r} is not the one of the run: its digest is "
+            f"{digest[:12]}, the record has {wanted[:12]}"
+        )
+    return FinishedRun(
+        load_adapter(backbone, folder / "adapter").eval(),
+        as_asked(tokenizer, config.chat_template),
+        config,
+        record,
+    )

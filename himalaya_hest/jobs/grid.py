@@ -24,7 +24,10 @@ from pathlib import Path
 from ..running.checkpoint import write_atomic
 from ..compare.evaluate import evaluate_runs
 from .run import run_continual
-from .grid_runs import RunState, combinations, load_grid, named_runs, read_json, reports_folder, run_state, states_table, write_compact
+from himalaya_hest.jobs.grid_runs import (
+    RunState, combinations, load_grid, named_runs, read_json, reports_folder, run_state,
+    states_table, write_compact,
+)
 from ..running.plan import make_plan, plan_numbers, read_arguments
 from ..measures.records import Table
 from ..running.run_lock import RunTaken
@@ -40,9 +43,13 @@ class GridJob:
         from submitit.helpers import TorchDistributedEnvironment
         here = JobEnvironment()
         signal.signal(signal.SIGTERM, signal.SIG_DFL) # submitit ignores it
-        if here.num_tasks > 1: TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        if here.num_tasks > 1:
+            TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         def note(state, error=""):
-            if here.global_rank == 0: write_atomic(Path(report), json.dumps(dict(state=state, job=here.job_id, error=error)) + "\n")
+            if here.global_rank == 0:
+                write_atomic(
+                    Path(report), json.dumps(dict(state=state, job=here.job_id, error=error)) + "\n"
+                )
         note("running")
         try: run_continual(parameters, quiet=True)
         except RunTaken as e: note("taken", str(e)); raise
@@ -63,17 +70,35 @@ class GridOptions:
     processes: int = 1 # that share each run, see `training.num_processes`
     search_workers: int = 1 # jobs that share the trials of a run's search
     cluster: str = "auto" # auto: slurm where there is srun, else local
-    slurm: dict = field(default_factory=dict) # options of sbatch as submitit names them: partition, gpus_per_node, mem, constraint, account, ...
+    # options of sbatch as submitit names them: partition, gpus_per_node, mem, constraint,
+    # account, ...
+    slurm: dict = field(default_factory=dict)
     timeout_h: float = 24. # of a Slurm job; a run that needs longer goes on in the next
     retries: int = 2 # of a run that was killed; one that failed is not tried again by itself
     def __post_init__(self):
-        if self.cluster not in ("auto", "local", "slurm"): raise ValueError(f"cluster is {self.cluster!r}, expected auto, local or slurm")
+        if self.cluster not in ("auto", "local", "slurm"):
+            raise ValueError(f"cluster is {self.cluster!r}, expected auto, local or slurm")
         for name in ("workers", "threads", "processes", "search_workers", "timeout_h"):
-            if not getattr(self, name) > 0: raise ValueError(f"{name} is {getattr(self, name)!r}, expected at least 1")
-        if self.slurm and self.where == "local": raise ValueError(f"options of Slurm are given ({', '.join(self.slurm)}), but there is no srun here: leave them out, or give the command on a machine of the cluster")
-        if self.cluster == "slurm" and not shutil.which("srun"): raise ValueError("cluster is 'slurm', but there is no srun here: give the command on a machine of the cluster, or cluster local")
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected at least 1")
+        if self.slurm and self.where == "local":
+            raise ValueError(
+                f"options of Slurm are given ({', '.join(self.slurm)}), but there is no "
+                "srun here: leave them out, or give the command on a machine of the "
+                "cluster"
+            )
+        if self.cluster == "slurm" and not shutil.which("srun"):
+            raise ValueError(
+                "cluster is 'slurm', but there is no srun here: give the command on a "
+                "machine of the cluster, or cluster local"
+            )
     @property
-    def where(self) -> str: return "slurm" if self.cluster == "slurm" or (self.cluster == "auto" and shutil.which("srun")) else "local"
+    def where(self) -> str:
+        return (
+            "slurm"
+            if self.cluster == "slurm" or (self.cluster == "auto" and shutil.which("srun"))
+            else "local"
+        )
 
 # %% ../../nbs/jobs/11_grid.ipynb #0feef2c9
 def executor_of(
@@ -81,21 +106,39 @@ def executor_of(
     options: GridOptions,
     name: str, # of the grid
 ): # a submitit executor
-    "Where jobs are handed to; `ValueError` without submitit, or for an option that it does not know."
+    """Where jobs are handed to; `ValueError` without submitit, or for an option that it does not
+    know."""
     try: import submitit
-    except ImportError as e: raise ValueError("a grid needs the package submitit: pip install 'himalaya_hest[grid]'") from e
+    except ImportError as e:
+        raise ValueError(
+            "a grid needs the package submitit: pip install 'himalaya_hest[grid]'"
+        ) from e
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if options.where == "local":
         out = submitit.LocalExecutor(folder)
-        out.update_parameters(timeout_min=60 * 24 * 365, tasks_per_node=options.processes, stderr_to_stdout=True)
+        out.update_parameters(
+            timeout_min=60 * 24 * 365, tasks_per_node=options.processes, stderr_to_stdout=True
+        )
         return out
     nodes = options.slurm.get("nodes", 1)
-    if options.processes % nodes: raise ValueError(f"{options.processes} processes cannot be shared by {nodes} nodes alike")
-    usual = dict(job_name=name, time=round(60 * options.timeout_h), nodes=nodes, ntasks_per_node=options.processes // nodes, cpus_per_task=options.threads, signal_delay_s=120, array_parallelism=options.workers, stderr_to_stdout=True,
-                 setup=[f"export OMP_NUM_THREADS={options.threads} TOKENIZERS_PARALLELISM=false"], additional_parameters=dict(requeue=True))
+    if options.processes % nodes:
+        raise ValueError(f"{options.processes} processes cannot be shared by {nodes} nodes alike")
+    usual = dict(
+        job_name=name,
+        time=round(60 * options.timeout_h),
+        nodes=nodes,
+        ntasks_per_node=options.processes // nodes,
+        cpus_per_task=options.threads,
+        signal_delay_s=120,
+        array_parallelism=options.workers,
+        stderr_to_stdout=True,
+        setup=[f"export OMP_NUM_THREADS={options.threads} TOKENIZERS_PARALLELISM=false"],
+        additional_parameters=dict(requeue=True),
+    )
     out = submitit.SlurmExecutor(folder, max_num_timeout=10_000)
     try: out.update_parameters(**usual | options.slurm)
-    except (ValueError, TypeError) as e: raise ValueError(f"options of Slurm {options.slurm}: {e}") from e
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"options of Slurm {options.slurm}: {e}") from e
     return out
 
 # %% ../../nbs/jobs/11_grid.ipynb #5829e20d
@@ -103,7 +146,9 @@ def executor_of(
 def _for_children(options):
     "Environment and signals that local jobs inherit."
     wanted = dict(OMP_NUM_THREADS=str(options.threads), TOKENIZERS_PARALLELISM="false")
-    kept, main = {k: os.environ.get(k) for k in wanted}, threading.current_thread() is threading.main_thread()
+    kept, main = {
+        k: os.environ.get(k) for k in wanted
+    }, threading.current_thread() is threading.main_thread()
     os.environ.update(wanted)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
     try: yield
@@ -130,12 +175,19 @@ class Jobs:
     ):
         self.runs, self.options, self.reports = runs, options, reports_folder(results_dir)
         for r, p in runs.items():
-            if (n := (p.get("training") or {}).get("num_processes", 1)) != options.processes: raise ValueError(f"run {r} has training.num_processes = {n}, but jobs are to have {options.processes} processes: give --processes {n}")
+            if (n := (p.get("training") or {}).get("num_processes", 1)) != options.processes:
+                raise ValueError(
+                    f"run {r} has training.num_processes = {n}, but jobs are to have "
+                    f"{options.processes} processes: give --processes {n}"
+                )
         self.executor = executor_of(self.reports/"jobs", options, name)
-        self.active, self.slots, self.tries = {}, {}, dict.fromkeys(runs, 0) # (run_id, copy) → job, place; run_id → how often
+        # (run_id, copy) → job, place; run_id → how often
+        self.active, self.slots, self.tries = {}, {}, dict.fromkeys(runs, 0)
         self.over = {} # run_id → Slurm's word for how its last job ended, until it is asked for
-    def report(self, run_id: str, copy: int = 0) -> Path: return self.reports/(f"{run_id}.json" if not copy else f"{run_id}+{copy}.json")
-    def copies(self, run_id: str) -> int: return self.options.search_workers if self.runs[run_id].get("n_trials") else 1
+    def report(self, run_id: str, copy: int = 0) -> Path:
+        return self.reports/(f"{run_id}.json" if not copy else f"{run_id}+{copy}.json")
+    def copies(self, run_id: str) -> int:
+        return self.options.search_workers if self.runs[run_id].get("n_trials") else 1
     def submit(self, run_ids: list[str]) -> None:
         "Hand runs over, to Slurm as one array."
         asked = [(r, c) for r in run_ids for c in range(self.copies(r))]
@@ -143,11 +195,18 @@ class Jobs:
         for key in asked: write_atomic(self.report(*key), json.dumps(dict(state="queued")) + "\n")
         with _for_children(self.options):
             if self.options.where == "slurm":
-                with self.executor.batch(): jobs = [self.executor.submit(GridJob(), self.runs[r], str(self.report(r, c))) for r, c in asked]
+                with self.executor.batch():
+                    jobs = [
+                        self.executor.submit(GridJob(), self.runs[r], str(self.report(r, c)))
+                        for r, c in asked
+                    ]
             else: jobs = [self._local(r, c) for r, c in asked]
         for key, job in zip(asked, jobs):
             self.active[key] = job
-            write_atomic(self.report(*key).with_suffix(".job"), json.dumps(dict(job=job.job_id, where=self.options.where)) + "\n")
+            write_atomic(
+                self.report(*key).with_suffix(".job"),
+                json.dumps(dict(job=job.job_id, where=self.options.where)) + "\n",
+            )
     def _local(self, run_id, copy):
         slot = next(i for i in range(len(self.slots) + 1) if i not in self.slots.values())
         self.slots[run_id, copy] = slot
@@ -164,10 +223,15 @@ def attach(self: Jobs) -> None:
         for c in range(self.copies(r)):
             known = read_json(self.report(r, c).with_suffix(".job"))
             if known.get("where") != "slurm": continue
-            job = SlurmJob(self.reports/"jobs", known["job"], tasks=list(range(self.options.processes)))
-            if not job.done(force_check=True) and not job.state.upper().startswith("UNKNOWN"): self.active[r, c] = job
+            job = SlurmJob(
+                self.reports / "jobs", known["job"], tasks=list(range(self.options.processes))
+            )
+            if not job.done(force_check=True) and not job.state.upper().startswith("UNKNOWN"):
+                self.active[r, c] = job
 
-def ended(self: Jobs) -> dict[str, str]: # run_id → Slurm's word for how it ended, empty for a local job
+# %% ../../nbs/jobs/11_grid.ipynb #84b0fd32
+# run_id → Slurm's word for how it ended, empty for a local job
+def ended(self: Jobs) -> dict[str, str]:
     "Runs whose jobs are all over since the last call."
     for key in [k for k, job in self.active.items() if job.done()]:
         job = self.active.pop(key)
@@ -177,16 +241,20 @@ def ended(self: Jobs) -> dict[str, str]: # run_id → Slurm's word for how it en
     for r in out: del self.over[r]
     return out
 
+# %% ../../nbs/jobs/11_grid.ipynb #d38f99c6
 def stop(self: Jobs) -> None:
     "Ask local jobs to end their step and write a checkpoint."
     if self.options.where != "local": return
     for job in self.active.values():
-        with contextlib.suppress(ProcessLookupError): os.kill(int(job.job_id), signal.SIGTERM) # submitit's process, which hands it on
+        with contextlib.suppress(ProcessLookupError):
+            # submitit's process, which hands it on
+            os.kill(int(job.job_id), signal.SIGTERM)
 
 Jobs.attach, Jobs.ended, Jobs.stop = attach, ended, stop
 
 # %% ../../nbs/jobs/11_grid.ipynb #a7b1770b
-HOPELESS = ("CANCELLED", "OUT_OF_MEMORY", "DEADLINE") # ends of Slurm jobs that another try would meet again, or that somebody wanted
+# ends of Slurm jobs that another try would meet again, or that somebody wanted
+HOPELESS = ("CANCELLED", "OUT_OF_MEMORY", "DEADLINE")
 
 class Watch:
     "One line for the whole grid, and a line for each run that ends."
@@ -205,7 +273,13 @@ class Watch:
                 self.tell(f"finished  {r}" + ("" if s.retained is None else f"  {s.retained:.3f}"))
         running = [s for s in states.values() if s.state == "running"]
         left = len(states) - len(self.seen) - len(running) - len(failed)
-        self.bar.set_postfix_str(f"{len(running)} running ({', '.join(f'{100 * s.share:.0f} %' for s in running[:8])}), {left} to come, {len(failed)} failed" if running else f"{left} to come, {len(failed)} failed")
+        self.bar.set_postfix_str(
+            f"{len(running)} running "
+            f"({', '.join(f'{100 * s.share:.0f} %' for s in running[:8])}), {left} to "
+            f"come, {len(failed)} failed"
+            if running
+            else f"{left} to come, {len(failed)} failed"
+        )
         return states
 
 # %% ../../nbs/jobs/11_grid.ipynb #ca5fca07
@@ -214,31 +288,57 @@ def run_grid(
     results_dir: str | Path, # of all of them
     options: GridOptions | None = None,
     name: str = "grid",
-    on_finished=lambda run_id: None, # told of each run that is finished, also of those that were before
+    # told of each run that is finished, also of those that were before
+    on_finished=lambda run_id: None,
     quiet: bool = False, # print nothing
     look_s: float | None = None, # seconds between two looks; None: 1, and 10 on Slurm
 ) -> list[RunState]: # of all runs, when nothing is left to be done
-    "Run what is not finished, and watch until all runs have ended or failed. Stopped by Ctrl-C, local runs write a checkpoint; Slurm's jobs go on, and the same call watches them again."
+    """Run what is not finished, and watch until all runs have ended or failed. Stopped by Ctrl-C,
+    local runs write a checkpoint; Slurm's jobs go on, and the same call watches them again."""
     options, results_dir = options or GridOptions(), Path(results_dir)
-    jobs, watch, failed, told = Jobs(runs, results_dir, options, name), Watch(runs, results_dir, name, quiet), {}, set()
+    jobs, watch, failed, told = (
+        Jobs(runs, results_dir, options, name),
+        Watch(runs, results_dir, name, quiet),
+        {},
+        set(),
+    )
     jobs.attach()
     try:
         while True:
             ended, states = jobs.ended(), watch.look(failed)
-            for r in [r for r, s in states.items() if s.state == "finished" and r not in told]: told.add(r); on_finished(r)
+            for r in [r for r, s in states.items() if s.state == "finished" and r not in told]:
+                told.add(r); on_finished(r)
             active = {r for r, _ in jobs.active}
             for r, word in ended.items():
-                if (why := _why(states[r], word, jobs.tries[r] > options.retries)): failed[r] = why; watch.tell(f"FAILED    {r}: {why.splitlines()[0]}")
-            todo = [r for r, s in states.items() if s.state not in ("finished", "running") and r not in failed and r not in active]
-            if not todo and not active and not any(s.state == "running" for s in states.values()): break
-            free = len(todo) if options.where == "slurm" else max(0, options.workers - sum(s.state == "running" and r not in active for r, s in states.items()) - len(jobs.active))
+                if (why := _why(states[r], word, jobs.tries[r] > options.retries)):
+                    failed[r] = why; watch.tell(f"FAILED    {r}: {why.splitlines()[0]}")
+            todo = [
+                r
+                for r, s in states.items()
+                if s.state not in ("finished", "running") and r not in failed and r not in active
+            ]
+            if not todo and not active and not any(s.state == "running" for s in states.values()):
+                break
+            free = (
+                len(todo)
+                if options.where == "slurm"
+                else max(
+                    0,
+                    options.workers
+                    - sum(s.state == "running" and r not in active for r, s in states.items())
+                    - len(jobs.active),
+                )
+            )
             if todo[:free]: jobs.submit(todo[:free])
             time.sleep(look_s or (10 if options.where == "slurm" else 1))
     except KeyboardInterrupt:
         _stopped(jobs, watch)
         raise
     finally: watch.bar.close()
-    return [RunState(**vars(s) | dict(state="failed", told=failed[r])) if r in failed else s for r, s in states.items()]
+    return [
+        RunState(**vars(s) | dict(state="failed", told=failed[r])) if r in failed else s
+        for r, s in states.items()
+    ]
 
 # %% ../../nbs/jobs/11_grid.ipynb #6bedbd2c
 def _why(state, word, often):
@@ -248,10 +348,15 @@ def _why(state, word, often):
     if word.startswith(HOPELESS): return f"Slurm says {word}"
     return "killed again and again: look at the log of its jobs" if often else ""
 
+# %% ../../nbs/jobs/11_grid.ipynb #ce9f0694
 def _stopped(jobs, watch):
     "What Ctrl-C leaves."
-    if jobs.options.where == "slurm": watch.tell("the jobs go on; the same command watches them again, scancel ends them"); return
-    watch.tell(f"{len(jobs.active)} runs end their step and write a checkpoint; the same command goes on. Once more leaves at once")
+    if jobs.options.where == "slurm":
+        watch.tell("the jobs go on; the same command watches them again, scancel ends them"); return
+    watch.tell(
+        f"{len(jobs.active)} runs end their step and write a checkpoint; the same command "
+        "goes on. Once more leaves at once"
+    )
     jobs.stop()
     while any(not job.done() for job in jobs.active.values()): time.sleep(.2)
 
@@ -265,11 +370,30 @@ def told_before(
     total, devices = [0., 0.], set()
     for r, p in runs.items():
         there = run_state(results_dir, r).state == "finished"
-        device, hours = ("", [0., 0.]) if there else next(iter(plan_numbers(make_plan({k: v for k, v in p.items() if k not in ("n_trials", "search")}))["hours"].items()))
+        device, hours = (
+            ("", [0.0, 0.0])
+            if there
+            else next(
+                iter(
+                    plan_numbers(
+                        make_plan({k: v for k, v in p.items() if k not in ("n_trials", "search")})
+                    )["hours"].items()
+                )
+            )
+        )
         devices.add(device)
         total = [a + b for a, b in zip(total, hours)]
-        print("there already     " if there else f"{60 * hours[0]:5.1f} to {60 * hours[1]:5.1f} min", r, {k: v for k, v in p.items() if k not in ("results_dir", "run_id")})
-    print(f"{len(runs)} runs, {60 * total[0] / workers:.0f} to {60 * total[1] / workers:.0f} minutes with {workers} workers on {' and '.join(sorted(devices - {''})) or 'nothing'}" + (", searches not counted" if any(p.get("n_trials") for p in runs.values()) else ""))
+        print(
+            "there already     " if there else f"{60 * hours[0]:5.1f} to {60 * hours[1]:5.1f} min",
+            r,
+            {k: v for k, v in p.items() if k not in ("results_dir", "run_id")},
+        )
+    print(
+        f"{len(runs)} runs, {60 * total[0] / workers:.0f} to {60 * total[1] / workers:.0f} "
+        f"minutes with {workers} workers on "
+        f"{' and '.join(sorted(devices - {''})) or 'nothing'}"
+        + (", searches not counted" if any(p.get("n_trials") for p in runs.values()) else "")
+    )
 
 # %% ../../nbs/jobs/11_grid.ipynb #b4588c73
 def grid_parser(
@@ -277,25 +401,67 @@ def grid_parser(
     **further, # arguments of ArgumentParser
 ) -> argparse.ArgumentParser:
     "What the command line of a grid takes."
-    parser = argparse.ArgumentParser(called, **further, description="Run every combination of a grid file, on this machine or on Slurm. The same command goes on where it was stopped and tries again what failed.")
+    parser = argparse.ArgumentParser(
+        called,
+        **further,
+        description="Run every combination of a grid file, on this machine or on Slurm. The same "
+        "command goes on where it was stopped and tries again what failed.",
+    )
     parser.add_argument("grid", type=Path, help="YAML: name, base, axes, pairs")
-    parser.add_argument("changes", nargs="*", metavar="NAME=VALUE", help="parameters of every run, over those of the file")
+    parser.add_argument(
+        "changes",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="parameters of every run, over those of the file",
+    )
     parser.add_argument("--results-dir", default="runs/grid")
     parser.add_argument("--pairs", type=int, help="only the first (seed, order) pairs")
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="RUN_ID", help="only these runs; * stands for anything")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=["*"],
+        metavar="RUN_ID",
+        help="only these runs; * stands for anything",
+    )
     parser.add_argument("--workers", type=int, default=2, help="runs at once")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
-    parser.add_argument("--processes", type=int, default=1, help="processes (GPUs) that share each run")
-    parser.add_argument("--search-workers", type=int, default=1, help="jobs that share the trials of each search")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="processes (GPUs) that share each run"
+    )
+    parser.add_argument(
+        "--search-workers", type=int, default=1, help="jobs that share the trials of each search"
+    )
     parser.add_argument("--cluster", default="auto", help="auto, local or slurm")
-    parser.add_argument("--slurm", nargs="+", default=[], metavar="NAME=VALUE", help="options of sbatch, such as partition=gpu gpus_per_node=1 mem=64GB account=...")
-    parser.add_argument("--timeout-h", type=float, default=24., help="hours of a Slurm job; a longer run goes on in the next")
+    parser.add_argument(
+        "--slurm",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="options of sbatch, such as partition=gpu gpus_per_node=1 mem=64GB account=...",
+    )
+    parser.add_argument(
+        "--timeout-h",
+        type=float,
+        default=24.0,
+        help="hours of a Slurm job; a longer run goes on in the next",
+    )
     parser.add_argument("--retries", type=int, default=2, help="of a run that was killed")
-    parser.add_argument("--look-s", type=float, help="seconds between two looks; otherwise 1, and 10 on Slurm")
+    parser.add_argument(
+        "--look-s", type=float, help="seconds between two looks; otherwise 1, and 10 on Slurm"
+    )
     parser.add_argument("--records", type=Path, help="folder for a small record of each run")
-    parser.add_argument("--evaluate", action="store_true", help="when all runs are finished, compare them: tables, figures and metrics.json, as nbs/95_evaluate.ipynb does")
-    parser.add_argument("--dry-run", action="store_true", help="list the runs and about how long they take")
-    parser.add_argument("--status", action="store_true", help="say how far all runs are, and start nothing")
+    parser.add_argument(
+        "--evaluate",
+        action="store_true",
+        help="when all runs are finished, compare them: tables, figures and metrics.json, as "
+        "nbs/95_evaluate.ipynb does",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the runs and about how long they take"
+    )
+    parser.add_argument(
+        "--status", action="store_true", help="say how far all runs are, and start nothing"
+    )
     return parser
 
 # %% ../../nbs/jobs/11_grid.ipynb #14f624cf
@@ -307,32 +473,76 @@ def main(
     "The command line of a grid."
     args = grid_parser(called).parse_intermixed_args(arguments)
     main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main_thread else None # local runs are to be stopped in order
+    # local runs are to be stopped in order
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main_thread else None
     try: return _command(args, records, called)
     finally: signal.signal(signal.SIGTERM, before) if main_thread else None
 
+# %% ../../nbs/jobs/11_grid.ipynb #6dd2e811
 def _command(args, records, called):
     "What `main` does, once it is clear what was asked for."
     try:
         grid = load_grid(args.grid)
-        changes = read_arguments(args.changes + ([f"training.num_processes={args.processes}"] if args.processes > 1 else []))
-        base = {**grid["base"], **{k: grid["base"].get(k, {}) | v if isinstance(v, dict) and isinstance(grid["base"].get(k, {}), dict) else v for k, v in changes.items()}}
-        runs = {r: p for r, p in named_runs(combinations(grid | dict(base=base), args.pairs), args.results_dir).items() if any(fnmatch.fnmatch(r, o) for o in args.only)}
-        if not runs: raise ValueError(f"--only {' '.join(args.only)}: none of the grid's runs has such a name")
+        changes = read_arguments(
+            args.changes
+            + ([f"training.num_processes={args.processes}"] if args.processes > 1 else [])
+        )
+        base = {
+            **grid["base"],
+            **{
+                k: (
+                    grid["base"].get(k, {}) | v
+                    if isinstance(v, dict) and isinstance(grid["base"].get(k, {}), dict)
+                    else v
+                )
+                for k, v in changes.items()
+            },
+        }
+        runs = {
+            r: p
+            for r, p in named_runs(
+                combinations(grid | dict(base=base), args.pairs), args.results_dir
+            ).items()
+            if any(fnmatch.fnmatch(r, o) for o in args.only)
+        }
+        if not runs:
+            raise ValueError(
+                f"--only {' '.join(args.only)}: none of the grid's runs has such a name"
+            )
         if args.status: return _status(runs, args.results_dir, grid["name"])
         if args.dry_run: told_before(runs, args.results_dir, args.workers); return 0
-        options = GridOptions(args.workers, args.threads, args.processes, args.search_workers, args.cluster, read_arguments(args.slurm), args.timeout_h, args.retries)
-        out, command = args.records or records(grid["name"]), " ".join([called, str(args.grid), *args.changes])
-        keep = lambda r: write_compact(Path(args.results_dir)/r/"record.json", Path(out), command) if out else None
+        options = GridOptions(
+            args.workers,
+            args.threads,
+            args.processes,
+            args.search_workers,
+            args.cluster,
+            read_arguments(args.slurm),
+            args.timeout_h,
+            args.retries,
+        )
+        out, command = args.records or records(grid["name"]), " ".join(
+            [called, str(args.grid), *args.changes]
+        )
+        keep = lambda r: (
+            write_compact(Path(args.results_dir) / r / "record.json", Path(out), command)
+            if out
+            else None
+        )
         states = run_grid(runs, args.results_dir, options, grid["name"], keep, look_s=args.look_s)
     except ValueError as e:
         print(e, file=sys.stderr)
         return 2
     except KeyboardInterrupt: return 130
     failed = _summary(states, args.results_dir, out)
-    if args.evaluate and not failed: print(*(x for x in evaluate_runs(args.results_dir, list(runs)) if isinstance(x, Table)), sep="\n\n")
+    if args.evaluate and not failed:
+        print(
+            *(x for x in evaluate_runs(args.results_dir, list(runs)) if isinstance(x, Table)),
+            sep="\n\n",
+        )
     return failed
 
+# %% ../../nbs/jobs/11_grid.ipynb #f0c21fb2
 def _status(runs, results_dir, name):
     states = [run_state(results_dir, r) for r in runs]
     print(states_table(states, name))
@@ -341,12 +551,20 @@ def _status(runs, results_dir, name):
 def _summary(states, results_dir, out):
     "What was reached, and every failure with the place of its log."
     bad = [s for s in states if s.state != "finished"]
-    print(f"{len(states) - len(bad)} of {len(states)} runs are finished" + (f", small records in {out}" if out else ""))
-    for s in bad: print(f"{s.state}: {s.run_id}\n   {s.told}\n   {Path(results_dir)/s.run_id/'run.log'}, {reports_folder(results_dir)/'jobs'}")
+    print(
+        f"{len(states) - len(bad)} of {len(states)} runs are finished"
+        + (f", small records in {out}" if out else "")
+    )
+    for s in bad:
+        print(
+            f"{s.state}: {s.run_id}\n   {s.told}\n   "
+            f"{Path(results_dir)/s.run_id/'run.log'}, {reports_folder(results_dir)/'jobs'}"
+        )
     if bad: print("the same command tries these again; --only RUN_ID tries some of them")
     return int(bool(bad))
 
 # %% ../../nbs/jobs/11_grid.ipynb #1598ff18
 #| eval: false
 if __name__ == "__main__":
-    sys.exit(importlib.import_module("himalaya_hest.jobs.grid").main()) # jobs name their function by its module, which is not __main__
+    # jobs name their function by its module, which is not __main__
+    sys.exit(importlib.import_module("himalaya_hest.jobs.grid").main())

@@ -27,17 +27,40 @@ def load_grid(
 ) -> dict: # name, base, axes, pairs
     "Read a grid file; `ValueError` names what is wrong in it."
     try: grid = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e: raise ValueError(f"grid file {path} cannot be read: {e}") from e
-    if not isinstance(grid, dict): raise ValueError(f"grid file {path} holds {type(grid).__name__}, expected names and values: {', '.join(KEYS)}")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise ValueError(f"grid file {path} cannot be read: {e}") from e
+    if not isinstance(grid, dict):
+        raise ValueError(
+            f"grid file {path} holds {type(grid).__name__}, expected names and values: "
+            f"{', '.join(KEYS)}"
+        )
     for key in grid:
-        if key not in KEYS: raise ValueError(f"grid file {path} has the unknown key {key!r}{nearest(str(key), KEYS)} Known: {', '.join(KEYS)}")
+        if key not in KEYS:
+            raise ValueError(
+                f"grid file {path} has the unknown key {key!r}{nearest(str(key), KEYS)} "
+                f"Known: {', '.join(KEYS)}"
+            )
     axes = grid.get("axes")
-    if not isinstance(axes, list) or not axes or not all(isinstance(a, dict) for a in axes): raise ValueError(f"grid file {path}: axes is {axes!r}, expected a list of dictionaries parameter: [values]")
+    if not isinstance(axes, list) or not axes or not all(isinstance(a, dict) for a in axes):
+        raise ValueError(
+            f"grid file {path}: axes is {axes!r}, expected a list of dictionaries "
+            "parameter: [values]"
+        )
     for a in axes:
         for name, values in a.items():
-            if name != "pairs" and (not isinstance(values, list) or not values): raise ValueError(f"grid file {path}: axis {name} is {values!r}, expected a list of values, such as [{values!r}]")
+            if name != "pairs" and (not isinstance(values, list) or not values):
+                raise ValueError(
+                    f"grid file {path}: axis {name} is {values!r}, expected a list of "
+                    f"values, such as [{values!r}]"
+                )
     for pairs in (grid.get("pairs"), *(a.get("pairs") for a in axes)):
-        if pairs is not None and (not isinstance(pairs, int) or isinstance(pairs, bool) or pairs < 1): raise ValueError(f"grid file {path}: pairs is {pairs!r}, expected how often each run is repeated, at least 1")
+        if pairs is not None and (
+            not isinstance(pairs, int) or isinstance(pairs, bool) or pairs < 1
+        ):
+            raise ValueError(
+                f"grid file {path}: pairs is {pairs!r}, expected how often each run is "
+                "repeated, at least 1"
+            )
     return dict(name=Path(path).stem, base={}) | grid
 
 # %% ../../nbs/jobs/10_grid_runs.ipynb #b26fb20f
@@ -57,40 +80,73 @@ def combinations(
                 if dot: run.setdefault(outer, {})[inner] = value
                 else: run[name] = value
             for i in range(repeated or 1):
-                if pairs is None or max(i, run.get("seed", 0)) < pairs: runs.append((i, run | (dict(seed=i, order_seed=i) if repeated else {})))
+                if pairs is None or max(i, run.get("seed", 0)) < pairs:
+                    runs.append((i, run | (dict(seed=i, order_seed=i) if repeated else {})))
     return [run for _, run in sorted(runs, key=lambda r: r[0])]
 
+# %% ../../nbs/jobs/10_grid_runs.ipynb #5b327eb1
 def named_runs(
     runs: list[dict], # parameters
     results_dir: str | Path, # of all of them
 ) -> dict[str, dict]: # run_id → parameters with that id
-    "Resolve every run before any begins; `ValueError` for a mistake in one, or two of the same name."
+    """Resolve every run before any begins; `ValueError` for a mistake in one, or two of the same
+    name."""
     out, later = {}, []
     for run in runs:
         parameters = run | dict(results_dir=str(results_dir))
         name = resolve(parameters, later=later).run_id
-        if name in out: raise ValueError(f"run {name} is asked for twice: {out[name]} and {parameters}")
+        if name in out:
+            raise ValueError(f"run {name} is asked for twice: {out[name]} and {parameters}")
         out[name] = parameters | dict(run_id=name)
     return out
 
 # %% ../../nbs/jobs/10_grid_runs.ipynb #1d35d22a
-KEPT = ("run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device", "code_version", "method_versions", "bytes", "kept_bytes", "dictionary", "row_values", "searched", "tracker")
+KEPT = (
+    "run_id",
+    "role",
+    "config",
+    "summary",
+    "matrix",
+    "tasks",
+    "world",
+    "versions",
+    "device",
+    "code_version",
+    "method_versions",
+    "bytes",
+    "kept_bytes",
+    "dictionary",
+    "row_values",
+    "searched",
+    "tracker",
+)
 OF_TASK = ("name", "kind", "metric", "group", "shared_instruction", "chance", "steps")
 
 def compact(
     record: dict, # of a finished run
     command: str, # that made it
 ) -> dict:
-    "What is committed of a record: the matrix and, after the last task, what was measured beside it, rounded to four places."
+    """What is committed of a record: the matrix and, after the last task, what was measured beside
+    it, rounded to four places."""
     out = {"command": command} | {k: record[k] for k in KEPT if k in record}
     out["matrix"] = [[None if x is None else round(x, 4) for x in row] for row in record["matrix"]]
-    out["scores"] = [{task: {k: round(v, 4) if isinstance(v, float) else v for k, v in metrics.items()} for task, metrics in record["scores"][-1].items()}] # after the last task
-    out["config"] = {k: v for k, v in out["config"].items() if k not in ("results_dir", "cache_dir", "overwrite")}
+    # after the last task
+    out["scores"] = [
+        {
+            task: {k: round(v, 4) if isinstance(v, float) else v for k, v in metrics.items()}
+            for task, metrics in record["scores"][-1].items()
+        }
+    ]
+    out["config"] = {
+        k: v for k, v in out["config"].items() if k not in ("results_dir", "cache_dir", "overwrite")
+    }
     out["task_info"] = [{k: task.get(k) for k in OF_TASK} for task in record["task_info"]]
     if "energy" in record: out |= dict(energy=record["energy"], history=record["history"])
-    if "search" in record: out["search"] = {k: record["search"][k] for k in ("name", "n_trials", "best")}
+    if "search" in record:
+        out["search"] = {k: record["search"][k] for k in ("name", "n_trials", "best")}
     return out
 
+# %% ../../nbs/jobs/10_grid_runs.ipynb #87bd1a61
 def write_compact(
     source: Path, # record.json of a run
     out: Path, # folder of committed records
@@ -100,7 +156,9 @@ def write_compact(
     record = read_record(source)
     text = json.dumps(compact(record, command), ensure_ascii=False, separators=(",", ":"))
     out.mkdir(parents=True, exist_ok=True)
-    (out/f"{record['run_id']}.json").write_text(text.replace('],[', '],\n[').replace(',"', ',\n"') + "\n", encoding="utf-8")
+    (out / f"{record['run_id']}.json").write_text(
+        text.replace('],[', '],\n[').replace(',"', ',\n"') + "\n", encoding="utf-8"
+    )
 
 # %% ../../nbs/jobs/10_grid_runs.ipynb #cc0493f1
 @dataclass
@@ -116,31 +174,59 @@ class RunState:
     left_s: float | None = None # at the pace so far
     told: str = "" # the error, or who works on it
     @property
-    def share(self) -> float: return 1. if self.state == "finished" else self.steps / self.n_steps if self.n_steps else 0.
+    def share(self) -> float:
+        return 1. if self.state == "finished" else self.steps / self.n_steps if self.n_steps else 0.
 
+# %% ../../nbs/jobs/10_grid_runs.ipynb #4ff5ea93
 def reports_folder(results_dir: str | Path) -> Path: return Path(results_dir)/".grid"
 
+# %% ../../nbs/jobs/10_grid_runs.ipynb #7200cd34
 def read_json(path: Path) -> dict: # {} where there is none
     "A file that another process may be about to write or remove."
     try: return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
 
+# %% ../../nbs/jobs/10_grid_runs.ipynb #bac3a5ee
 def run_state(
     results_dir: str | Path,
     run_id: str,
 ) -> RunState:
     "Read from the disk; asks nobody."
     folder, reports = Path(results_dir)/run_id, reports_folder(results_dir)
-    if (record := read_json(folder/"record.json")) and "summary" in record: return RunState(run_id, "finished", len(record["tasks"]), len(record["tasks"]), retained=record["summary"].get("average_accuracy"))
+    if (record := read_json(folder/"record.json")) and "summary" in record:
+        return RunState(
+            run_id,
+            "finished",
+            len(record["tasks"]),
+            len(record["tasks"]),
+            retained=record["summary"].get("average_accuracy"),
+        )
     p, report = read_json(folder/"progress.json"), read_json(reports/f"{run_id}.json")
-    far = dict(tasks=p.get("tasks", 0), n_tasks=p.get("n_tasks", 0), steps=p.get("steps", 0), n_steps=p.get("n_steps", 0), retained=p.get("retained"))
+    far = dict(
+        tasks=p.get("tasks", 0),
+        n_tasks=p.get("n_tasks", 0),
+        steps=p.get("steps", 0),
+        n_steps=p.get("n_steps", 0),
+        retained=p.get("retained"),
+    )
     if who := held_by(folder.with_name(f".{run_id}.lock")):
-        left = p["wall_s"] / p["steps"] * (p["n_steps"] - p["steps"]) if p.get("steps") and p.get("wall_s") else None
+        left = (
+            p["wall_s"] / p["steps"] * (p["n_steps"] - p["steps"])
+            if p.get("steps") and p.get("wall_s")
+            else None
+        )
         return RunState(run_id, "running", **far, left_s=left, told=who)
-    if report.get("state") == "failed": return RunState(run_id, "failed", **far, told=report.get("error", ""))
-    if report.get("state") == "queued": return RunState(run_id, "queued", **far, told=f"job {report['job']}" if report.get("job") else "")
-    return RunState(run_id, "interrupted" if folder.exists() else "waiting", **far, told=report.get("error", ""))
+    if report.get("state") == "failed":
+        return RunState(run_id, "failed", **far, told=report.get("error", ""))
+    if report.get("state") == "queued":
+        return RunState(
+            run_id, "queued", **far, told=f"job {report['job']}" if report.get("job") else ""
+        )
+    return RunState(
+        run_id, "interrupted" if folder.exists() else "waiting", **far, told=report.get("error", "")
+    )
 
+# %% ../../nbs/jobs/10_grid_runs.ipynb #a5ebbf4e
 ORDER = ("failed", "running", "interrupted", "queued", "waiting", "finished")
 
 def states_table(
@@ -148,7 +234,26 @@ def states_table(
     title: str = "Runs",
 ) -> Table:
     "One row a run, what needs a look first."
-    span = lambda s: "" if s is None else f"{s / 3600:.1f} h" if s >= 3600 else f"{s / 60:.0f} min" if s >= 60 else f"{s:.0f} s"
-    rows = [[s.run_id, s.state, f"{s.tasks}/{s.n_tasks}" if s.n_tasks else "", f"{100 * s.share:.0f} %", s.retained, span(s.left_s), s.told] for s in sorted(states, key=lambda s: ORDER.index(s.state))]
+    span = lambda s: (
+        ""
+        if s is None
+        else f"{s / 3600:.1f} h" if s >= 3600 else f"{s / 60:.0f} min" if s >= 60 else f"{s:.0f} s"
+    )
+    rows = [
+        [
+            s.run_id,
+            s.state,
+            f"{s.tasks}/{s.n_tasks}" if s.n_tasks else "",
+            f"{100 * s.share:.0f} %",
+            s.retained,
+            span(s.left_s),
+            s.told,
+        ]
+        for s in sorted(states, key=lambda s: ORDER.index(s.state))
+    ]
     n = {k: sum(s.state == k for s in states) for k in ORDER}
-    return Table(f"{title}: " + ", ".join(f"{n[k]} {k}" for k in ORDER[::-1] if n[k]), ["run", "state", "tasks", "steps", "mean score", "left", "told"], rows)
+    return Table(
+        f"{title}: " + ", ".join(f"{n[k]} {k}" for k in ORDER[::-1] if n[k]),
+        ["run", "state", "tasks", "steps", "mean score", "left", "told"],
+        rows,
+    )

@@ -36,37 +36,60 @@ import numpy as np
 import torch
 
 # %% ../../nbs/jobs/03_run.ipynb #5982e770
-import himalaya_hest, himalaya_hest.streams.long_world # which registers the twins of the studies of energy
+# which registers the twins of the studies of energy
+import himalaya_hest, himalaya_hest.streams.long_world
 from ..bridge.saved import save_adapter
 from ..streams.batching import Collator, TaskLoader, as_asked
-from ..running.checkpoint import FULL, CheckpointWarning, StorageError, latest_checkpoint, random_states, save_checkpoint, seed_all, set_random_states, sync_tree, telling_refusals, write_atomic
+from himalaya_hest.running.checkpoint import (
+    FULL, CheckpointWarning, StorageError, latest_checkpoint, random_states, save_checkpoint,
+    seed_all, set_random_states, sync_tree, telling_refusals, write_atomic,
+)
 from ..measures.programs import Limits, run_programs
-from ..running.config import RunConfig, evaluation_schedule, resolve, save_config, told_parameters
+from himalaya_hest.running.config import (
+    RunConfig, evaluation_schedule, resolve, save_config, told_parameters,
+)
 from ..measures.continual import continual_summary
 from ..running.determinism import deterministic_kernels
 from ..running.early_stopping import EarlyStopping
 from ..hest.costs import forward_cost
 from ..running.energy import energy_part
-from ..running.evaluation import EvaluationTask, cpu_latency_overhead, evaluate, evaluation_task
+from himalaya_hest.running.evaluation import (
+    EvaluationTask, cpu_latency_overhead, evaluate, evaluation_task,
+)
 from ..ground.hooks import HookList, StreamHooks, TaskContext
 from ..streams.hub import get_source
-from ..streams.instructions import instructed, instructions_setting, marks_instruction, tells_hooks
+from himalaya_hest.streams.instructions import (
+    instructed, instructions_setting, marks_instruction, tells_hooks,
+)
 from ..running.interrupts import Interrupts, Terminated
 from ..measures.energy import find_meter
 from ..streams.mixed_rows import KeptRows, MixedRows, kept_bytes
 from ..running.out_of_memory import telling_memory
 from ..bridge.register import prepare_quantised
 from ..ground.parallel import check_same, start_processes, with_processes
-from ..running.plan import make_plan, model_config, model_folder, plan_numbers, plan_text
+from himalaya_hest.running.plan import (
+    make_plan, model_config, model_folder, plan_numbers, plan_text,
+)
 from ..ground.quiet import without_bars
-from ..ground.processes import Leading, as_only_process, followed, is_main_process, largest, main_first, num_processes, on_main, tensors_from_main
+from himalaya_hest.ground.processes import (
+    Leading, as_only_process, followed, is_main_process, largest, main_first, num_processes,
+    on_main, tensors_from_main,
+)
 from ..measures.records import Record, read_record
-from ..adapters.registry import adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, method_versions, searched_defaults, serving_bytes
+from himalaya_hest.adapters.registry import (
+    adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, method_versions,
+    searched_defaults, serving_bytes,
+)
 from ..running.run_lock import locked
 from .search import GivenUp, search, with_setting
-from ..streams.sources import DataWarning, cut_counts, digest_of, materialise, split_note, tokenizer_digest, world_digest
+from himalaya_hest.streams.sources import (
+    DataWarning, cut_counts, digest_of, materialise, split_note, tokenizer_digest, world_digest,
+)
 from ..streams.tasks import Stream, Task, load_stream, mixed_seed, scored_as, task_order
-from .tracking import NoTracker, ScrubbedFormatter, check_secrets, check_tracker, is_mirrored, mirror, open_tracker, scrub
+from himalaya_hest.jobs.tracking import (
+    NoTracker, ScrubbedFormatter, check_secrets, check_tracker, is_mirrored, mirror,
+    open_tracker, scrub,
+)
 from ..running.training import MAX_SKIPPED, TaskState, steps_of_task, train_task
 
 log = logging.getLogger("himalaya_hest")
@@ -76,16 +99,38 @@ def held_as(
     dtype: str, # auto, float32, bfloat16
     quantisation: str, # none or nf4
 ) -> dict: # keyword arguments of from_pretrained
-    "How a backbone's tensors are held; `ValueError` where 4 bits are asked for without bitsandbytes."
-    kind = dict(auto="auto" if torch.cuda.is_available() else torch.float32, float32=torch.float32, bfloat16=torch.bfloat16)[dtype]
+    """How a backbone's tensors are held; `ValueError` where 4 bits are asked for without
+    bitsandbytes."""
+    kind = dict(
+        auto="auto" if torch.cuda.is_available() else torch.float32,
+        float32=torch.float32,
+        bfloat16=torch.bfloat16,
+    )[dtype]
     if quantisation == "none": return dict(dtype=kind)
-    if find_spec("bitsandbytes") is None: raise ValueError("quantisation 'nf4' needs the package bitsandbytes: pip install 'himalaya_hest[nf4]', or set quantisation to none")
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "quantisation 'nf4' needs the package bitsandbytes: pip install "
+            "'himalaya_hest[nf4]', or set quantisation to none"
+        )
     from transformers import BitsAndBytesConfig
     compute = torch.bfloat16 if kind == "auto" else kind
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
-    return dict(dtype=compute, quantization_config=config, device_map={"": torch.cuda.current_device()} if torch.cuda.is_available() else None)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+    return dict(
+        dtype=compute,
+        quantization_config=config,
+        device_map={"": torch.cuda.current_device()} if torch.cuda.is_available() else None,
+    )
 
-NO_TOKENIZER = "it has no tokenizer that can be read: save it beside the model, with tokenizer.save_pretrained"
+# %% ../../nbs/jobs/03_run.ipynb #9faa031f
+NO_TOKENIZER = (
+    "it has no tokenizer that can be read: save it beside the model, with "
+    "tokenizer.save_pretrained"
+)
 
 def load_tokenizer(
     name: str, # "mini", a folder, or a hub repository
@@ -93,12 +138,20 @@ def load_tokenizer(
 ):
     "A model's tokenizer; `ValueError` where there is none, or one that cannot end a target."
     from transformers import AutoTokenizer
-    try: tokenizer = AutoTokenizer.from_pretrained(str(model_folder(name) or name), trust_remote_code=False, **dict(revision=revision) if revision else {})
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(model_folder(name) or name),
+            trust_remote_code=False,
+            **dict(revision=revision) if revision else {},
+        )
     except (OSError, ValueError) as e: raise ValueError(not_loaded(name, revision, e)) from e
-    if not len(tokenizer) or not tokenizer("a b").input_ids: raise ValueError(f"model {name!r} cannot be loaded: {NO_TOKENIZER}")
-    if tokenizer.eos_token_id is None: raise ValueError(f"model {name!r}: its tokenizer has no end token, so no target could end")
+    if not len(tokenizer) or not tokenizer("a b").input_ids:
+        raise ValueError(f"model {name!r} cannot be loaded: {NO_TOKENIZER}")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"model {name!r}: its tokenizer has no end token, so no target could end")
     return tokenizer
 
+# %% ../../nbs/jobs/03_run.ipynb #d1462aef
 def load_backbone(
     name: str, # "mini", a folder, or a hub repository
     revision: str = "", # commit of a repository; empty: its newest
@@ -109,20 +162,32 @@ def load_backbone(
     from transformers import AutoModelForCausalLM
     path, at = model_folder(name), dict(revision=revision) if revision else {}
     held = held_as(dtype, quantisation)
-    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true") # transformers would open weights that somebody proposed in a pull request
+    # transformers would open weights that somebody proposed in a pull request
+    os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
     tokenizer = load_tokenizer(name, revision)
     try:
-        with without_bars() if path else contextlib.nullcontext(): model = AutoModelForCausalLM.from_pretrained(str(path or name), trust_remote_code=False, use_safetensors=True, **at, **held)
+        with without_bars() if path else contextlib.nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(
+                str(path or name), trust_remote_code=False, use_safetensors=True, **at, **held
+            )
     except (OSError, ValueError) as e: raise ValueError(not_loaded(name, revision, e)) from e
     prepare_quantised(model)
     return model.eval().requires_grad_(False), tokenizer, backbone_digest(model, path)
 
 # %% ../../nbs/jobs/03_run.ipynb #5cd704ea
 def backbone_digest(model, path: Path | None) -> str:
-    "SHA-256 over a folder's weights, configuration and tokenizer files; for a hub model its name and commit."
-    if not path: return hashlib.sha256(f"{model.config._name_or_path}@{getattr(model.config, '_commit_hash', None)}".encode()).hexdigest()
+    """SHA-256 over a folder's weights, configuration and tokenizer files; for a hub model its name
+    and commit."""
+    if not path:
+        return hashlib.sha256(
+            f"{model.config._name_or_path}@{getattr(model.config, '_commit_hash', None)}".encode()
+        ).hexdigest()
     total = hashlib.sha256()
-    for file in sorted(p for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt")):
+    for file in sorted(
+        p
+        for p in path.iterdir()
+        if p.suffix in (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt")
+    ):
         total.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return total.hexdigest()
 
@@ -135,30 +200,67 @@ def not_loaded(
     "Why a backbone cannot be loaded, and the way out."
     chain, e = [], error
     while e is not None and e not in chain: chain.append(e); e = e.__cause__ or e.__context__
-    kinds, told = {type(x).__name__ for x in chain}, str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    kinds, told = {type(x).__name__ for x in chain}, (
+        str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    )
     why = "it is neither 'mini', nor a folder with a model, nor a repository that the hub has"
-    if "GatedRepoError" in kinds: why = f"it is gated: accept its terms on https://huggingface.co/{name}, log in with `hf auth login`, or name a copy that is not gated"
-    elif "RevisionNotFoundError" in kinds: why = f"the repository has no revision {revision!r}; give model_revision a commit of it"
-    elif kinds & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError", "ConnectTimeout"}:
-        why = "there is no folder of that name, the hub cannot be reached and there is no copy in the cache: set model to a folder that holds it, or go online once (and unset HF_HUB_OFFLINE)"
+    if "GatedRepoError" in kinds:
+        why = (
+            f"it is gated: accept its terms on https://huggingface.co/{name}, log in with "
+            "`hf auth login`, or name a copy that is not gated"
+        )
+    elif "RevisionNotFoundError" in kinds:
+        why = f"the repository has no revision {revision!r}; give model_revision a commit of it"
+    elif kinds & {
+        "OfflineModeIsEnabled",
+        "LocalEntryNotFoundError",
+        "ConnectionError",
+        "ConnectError",
+        "ConnectTimeout",
+    }:
+        why = (
+            "there is no folder of that name, the hub cannot be reached and there is no "
+            "copy in the cache: set model to a folder that holds it, or go online once "
+            "(and unset HF_HUB_OFFLINE)"
+        )
     elif "instantiate the backend tokenizer" in str(error): why = NO_TOKENIZER
-    elif "trust_remote_code" in str(error) or "custom code" in str(error): why = "it needs code of its own, which is never run here: name a model whose architecture transformers has"
-    elif "safetensors" in str(error): why = "it has no weights in safetensors, and a pickle (pytorch_model.bin) is not opened, since it can run code: name a copy in safetensors, or convert it"
+    elif "trust_remote_code" in str(error) or "custom code" in str(error):
+        why = (
+            "it needs code of its own, which is never run here: name a model whose "
+            "architecture transformers has"
+        )
+    elif "safetensors" in str(error):
+        why = (
+            "it has no weights in safetensors, and a pickle (pytorch_model.bin) is not "
+            "opened, since it can run code: name a copy in safetensors, or convert it"
+        )
     return f"model {name!r} cannot be loaded: {why} ({told})"
 
 # %% ../../nbs/jobs/03_run.ipynb #c9b73e52
 def stream_of(
     config: RunConfig, # resolved
 ) -> Stream:
-    "The stream of a run, cut to its first tasks where n_tasks says so; its programs have tests only where they may be run."
+    """The stream of a run, cut to its first tasks where n_tasks says so; its programs have tests
+    only where they may be run."""
     stream = load_stream(config.stream)
-    return replace(stream, tasks=tuple(scored_as(t, config.allow_code_execution) for t in stream.tasks[:config.n_tasks or None]))
+    return replace(
+        stream,
+        tasks=tuple(
+            scored_as(t, config.allow_code_execution)
+            for t in stream.tasks[: config.n_tasks or None]
+        ),
+    )
 
 # %% ../../nbs/jobs/03_run.ipynb #c96c17a4
 def row_length(config: RunConfig, model) -> int: # tokens
-    "The most that prompt and target may have together: what was asked for, as far as the backbone has it."
-    return min(config.training["max_length"] or 1024, getattr(model.config, "max_position_embeddings", 1024))
+    """The most that prompt and target may have together: what was asked for, as far as the backbone
+    has it."""
+    return min(
+        config.training["max_length"] or 1024,
+        getattr(model.config, "max_position_embeddings", 1024),
+    )
 
+# %% ../../nbs/jobs/03_run.ipynb #7dcd22ca
 @dataclass
 class TaskData:
     "One task of a stream, ready to be trained and evaluated."
@@ -168,14 +270,24 @@ class TaskData:
     collator: Collator
     batch_size: int
     seed: int # of the row order
-    final: object = None # materialised rows of the evaluation at the end of the stream, where that has rows of its own
+    # materialised rows of the evaluation at the end of the stream, where that has rows of its own
+    final: object = None
     told: str = "" # the instruction as hooks are told it
-    development: EvaluationTask | None = None # rows by which its training is stopped early, where it is
+    # rows by which its training is stopped early, where it is
+    development: EvaluationTask | None = None
     num_workers: int = 0 # processes that prepare batches
 
     def make_loader(self, epoch: int = 0, start: int = 0) -> TaskLoader:
         "The batches of one epoch in their seeded order, from micro-batch `start` on."
-        return TaskLoader(self.train, self.collator, self.batch_size, seed=mixed_seed(self.seed, self.task.name), start_step=start, epoch=epoch, num_workers=self.num_workers)
+        return TaskLoader(
+            self.train,
+            self.collator,
+            self.batch_size,
+            seed=mixed_seed(self.seed, self.task.name),
+            start_step=start,
+            epoch=epoch,
+            num_workers=self.num_workers,
+        )
     @property
     def n_batches(self) -> int: return len(self.make_loader())
 
@@ -186,24 +298,75 @@ def load_tasks(
     source,
     tokenizer,
     max_length: int, # tokens of prompt and target
-    progress: Callable = lambda items, **kw: contextlib.nullcontext(items), # shows the list of tasks while it is gone through
+    # shows the list of tasks while it is gone through
+    progress: Callable = lambda items, **kw: contextlib.nullcontext(items),
 ) -> dict[str, TaskData]:
     "Materialise all tasks: tokenised once, Arrow files in the cache."
     training, evaluation, out, cuts = config.training, config.evaluation, {}, {}
-    kw = dict(tokenizer=tokenizer, max_length=max_length, cache_dir=config.cache_dir, tokenizer_key=tokenizer_digest(tokenizer))
+    kw = dict(
+        tokenizer=tokenizer,
+        max_length=max_length,
+        cache_dir=config.cache_dir,
+        tokenizer_key=tokenizer_digest(tokenizer),
+    )
     trained, evaluated = (s.tasks for s in instructed(stream, config.instructions, config.stream))
     marked = marks_instruction(config.instructions)
     with progress(list(zip(stream.tasks, trained, evaluated)), desc="data", unit="task") as todo:
         for task, learnt, asked in todo:
-            train = None if config.protocol == "zero_shot" else materialise(learnt, source, "train", max_rows=training["max_train_rows"],
-                label_noise=training["label_noise"], noise_seed=config.seed, **kw)
-            held = materialise(asked, source, "validation", max_rows=evaluation["max_eval_rows"], **kw)
-            final = materialise(asked, source, "validation", max_rows=evaluation["final_eval_rows"], **kw) if evaluation["final_eval_rows"] else None
-            chosen_by = materialise(learnt, source, "development", max_rows=evaluation["max_development_rows"], **kw) if training["eval_steps"] else None
-            development = chosen_by and evaluation_task(task, chosen_by, evaluation["max_new_tokens"], marked)
-            out[task.name] = TaskData(task, train, evaluation_task(task, held, evaluation["max_new_tokens"], marked), Collator(tokenizer, marks_instruction=marked),
-                                      training["per_device_train_batch_size"], config.seed, final, learnt.instruction if tells_hooks(config.instructions) else "", development, training["dataloader_num_workers"])
-            cuts |= {f"{task.name}, {name}": cut_counts(rows) for name, rows in (("train", train), ("validation", final or held), ("development", chosen_by)) if rows is not None}
+            train = (
+                None
+                if config.protocol == "zero_shot"
+                else materialise(
+                    learnt,
+                    source,
+                    "train",
+                    max_rows=training["max_train_rows"],
+                    label_noise=training["label_noise"],
+                    noise_seed=config.seed,
+                    **kw,
+                )
+            )
+            held = materialise(
+                asked, source, "validation", max_rows=evaluation["max_eval_rows"], **kw
+            )
+            final = (
+                materialise(
+                    asked, source, "validation", max_rows=evaluation["final_eval_rows"], **kw
+                )
+                if evaluation["final_eval_rows"]
+                else None
+            )
+            chosen_by = (
+                materialise(
+                    learnt, source, "development", max_rows=evaluation["max_development_rows"], **kw
+                )
+                if training["eval_steps"]
+                else None
+            )
+            development = chosen_by and evaluation_task(
+                task, chosen_by, evaluation["max_new_tokens"], marked
+            )
+            out[task.name] = TaskData(
+                task,
+                train,
+                evaluation_task(task, held, evaluation["max_new_tokens"], marked),
+                Collator(tokenizer, marks_instruction=marked),
+                training["per_device_train_batch_size"],
+                config.seed,
+                final,
+                learnt.instruction if tells_hooks(config.instructions) else "",
+                development,
+                training["dataloader_num_workers"],
+            )
+            cuts |= {
+                f"{task.name}, {name}": cut_counts(rows)
+                for name, rows in (
+                    ("train", train),
+                    ("validation", final or held),
+                    ("development", chosen_by),
+                )
+                if rows is not None
+            }
             for rows in (train, held, final, chosen_by):
                 if rows is not None: rows.close()
     tell_cuts(cuts, max_length)
@@ -216,20 +379,41 @@ def tell_cuts(
 ) -> None:
     "Warn of rows that did not fit."
     for split, n in cuts.items():
-        if n["prompts_cut"] or n["targets_cut"]: log.info("%s: of %d rows %d prompts and %d targets were cut", split, n["rows"], n["prompts_cut"], n["targets_cut"])
+        if n["prompts_cut"] or n["targets_cut"]:
+            log.info(
+                "%s: of %d rows %d prompts and %d targets were cut",
+                split,
+                n["rows"],
+                n["prompts_cut"],
+                n["targets_cut"],
+            )
     total = {k: sum(n[k] for n in cuts.values()) for k in ("rows", "prompts_cut", "targets_cut")}
     if not total["prompts_cut"] and not total["targets_cut"]: return
-    most = sorted((s for s in cuts if cuts[s]["prompts_cut"] + cuts[s]["targets_cut"]), key=lambda s: -cuts[s]["prompts_cut"] - cuts[s]["targets_cut"])[:3]
-    shown = "; ".join(f"{s}: {cuts[s]['prompts_cut']} prompts and {cuts[s]['targets_cut']} targets of {cuts[s]['rows']}" for s in most)
-    warnings.warn(f"Of {total['rows']} rows, {total['prompts_cut']} prompts were cut in their middle to fit {max_length} tokens, and {total['targets_cut']} targets to fit max_new_tokens "
-                  f"(most: {shown}). A longer max_length (as far as the model has it) or max_new_tokens keeps more; run.log has every split", DataWarning)
+    most = sorted(
+        (s for s in cuts if cuts[s]["prompts_cut"] + cuts[s]["targets_cut"]),
+        key=lambda s: -cuts[s]["prompts_cut"] - cuts[s]["targets_cut"],
+    )[:3]
+    shown = "; ".join(
+        f"{s}: {cuts[s]['prompts_cut']} prompts and {cuts[s]['targets_cut']} targets of "
+        f"{cuts[s]['rows']}"
+        for s in most
+    )
+    warnings.warn(
+        f"Of {total['rows']} rows, {total['prompts_cut']} prompts were cut in their middle "
+        f"to fit {max_length} tokens, and {total['targets_cut']} targets to fit "
+        "max_new_tokens "
+        f"(most: {shown}). A longer max_length (as far as the model has it) or "
+        "max_new_tokens keeps more; run.log has every split",
+        DataWarning,
+    )
 
 # %% ../../nbs/jobs/03_run.ipynb #a928db2a
 @dataclass
 class Position:
     "How far a run has come."
     task: int = 0 # index of the present task
-    trained: bool = False # has the present task's training ended, and only its evaluation is missing?
+    # has the present task's training ended, and only its evaluation is missing?
+    trained: bool = False
     in_task: dict | None = None # step and schedule inside the present task
     global_step: int = 0
     scores: list = field(default_factory=list) # per finished task {task: metrics}
@@ -238,31 +422,42 @@ class Position:
     confusion: dict = field(default_factory=dict) # of the last evaluation, per task with labels
     kept_bytes: list = field(default_factory=list) # per finished task: all that is kept then
     final: dict = field(default_factory=dict) # task → metrics on the rows of the last evaluation
-    answers: dict = field(default_factory=dict) # task → rows of [digest, answer], see `running.evaluation.generate_answers`
-    rows: dict = field(default_factory=dict) # task → rows of [answer, value] of its last evaluation, see `running.evaluation.evaluate`
-    energy: dict = field(default_factory=dict) # what answering costs: summary and details, in a study of energy
-    skipped_steps: int = 0 # optimiser steps without an update, since loss or gradient was not finite
+    # task → rows of [digest, answer], see `running.evaluation.generate_answers`
+    answers: dict = field(default_factory=dict)
+    # task → rows of [answer, value] of its last evaluation, see `running.evaluation.evaluate`
+    rows: dict = field(default_factory=dict)
+    # what answering costs: summary and details, in a study of energy
+    energy: dict = field(default_factory=dict)
+    # optimiser steps without an update, since loss or gradient was not finite
+    skipped_steps: int = 0
     skipped_in_a_row: int = 0 # of those, the last ones, also of the task before
-    faults: dict = field(default_factory=dict) # what `StreamHooks.faults` counted, where hooks begin anew with each task
+    # what `StreamHooks.faults` counted, where hooks begin anew with each task
+    faults: dict = field(default_factory=dict)
     kernels: list = field(default_factory=list) # that are not deterministic, see `determinism`
     wall_s: float = 0. # of all processes that worked on this run
     n_checkpoints: int = 0
 
 # %% ../../nbs/jobs/03_run.ipynb #2f70ad31
-def sandbox_found(config: RunConfig) -> dict | None: # see `measures.programs.Execution.protections`; None where no program is run
+# see `measures.programs.Execution.protections`; None where no program is run
+def sandbox_found(config: RunConfig) -> dict | None:
     "Try the sandbox of a run that executes code."
     if not config.allow_code_execution: return None
     found = run_programs([]).protections
     log.info("programs are run: %s", found)
     if weak := [k for k, v in found.items() if v in ("not blocked", "not limited", "writable")]:
-        log.warning("programs of the model are run on this machine without protection of: %s. Use a container.", ", ".join(weak))
+        log.warning(
+            "programs of the model are run on this machine without protection of: %s. Use "
+            "a container.",
+            ", ".join(weak),
+        )
     return found
 
 # %% ../../nbs/jobs/03_run.ipynb #0d3094a0
 @dataclass
 class ProcessState:
     "What a run is given by the process that it runs in."
-    interrupts: Interrupts = field(default_factory=Interrupts) # signals that wait for the end of a step
+    # signals that wait for the end of a step
+    interrupts: Interrupts = field(default_factory=Interrupts)
     check: Callable[[], None] = lambda: None # raises if the run's lock was lost
     kernels: set = field(default_factory=set) # names of kernels that are not deterministic
     doing: str = "loading" # or training, or evaluation
@@ -270,26 +465,82 @@ class ProcessState:
 # %% ../../nbs/jobs/03_run.ipynb #6070c937
 class ContinualRun:
     "One run: its config, data, adapter and position."
-    def __init__(self, config: RunConfig, quiet: bool = False, hooks: tuple = (), on_task: Callable | None = None, process: ProcessState | None = None):
-        self.config, self.quiet, self.on_task, self.process = config, quiet, on_task or (lambda n, retained: None), process or ProcessState()
+    def __init__(
+        self,
+        config: RunConfig,
+        quiet: bool = False,
+        hooks: tuple = (),
+        on_task: Callable | None = None,
+        process: ProcessState | None = None,
+    ):
+        self.config, self.quiet, self.on_task, self.process = (
+            config,
+            quiet,
+            on_task or (lambda n, retained: None),
+            process or ProcessState(),
+        )
         self.folder = Path(config.results_dir)/config.run_id
-        self.position, self.started, self.tracker, self.n_steps = Position(), time.monotonic(), NoTracker(), 0
+        self.position, self.started, self.tracker, self.n_steps = (
+            Position(),
+            time.monotonic(),
+            NoTracker(),
+            0,
+        )
         self.stream = stream_of(config)
         self.sandbox = sandbox_found(config)
-        self.source = get_source(config.source, config.data_dir or None, self.stream.world, config.cache_dir)
-        self.model, self.tokenizer, self.backbone = load_backbone(config.model, config.model_revision, config.dtype, config.quantisation)
+        self.source = get_source(
+            config.source, config.data_dir or None, self.stream.world, config.cache_dir
+        )
+        self.model, self.tokenizer, self.backbone = load_backbone(
+            config.model, config.model_revision, config.dtype, config.quantisation
+        )
         self.tokenizer = as_asked(self.tokenizer, config.chat_template)
-        if self.tokenizer.chat_template and not getattr(self.tokenizer, "chat", None): log.info("the tokenizer of %s has a chat template, which this run does not use; chat_template: true sends prompts through it", config.model)
+        if self.tokenizer.chat_template and not getattr(self.tokenizer, "chat", None):
+            log.info(
+                "the tokenizer of %s has a chat template, which this run does not use; "
+                "chat_template: true sends prompts through it",
+                config.model,
+            )
         self.max_length = row_length(config, self.model)
-        with main_first(): self.data = load_tasks(config, self.stream, self.source, self.tokenizer, self.max_length, self.progress)
+        with main_first():
+            self.data = load_tasks(
+                config, self.stream, self.source, self.tokenizer, self.max_length, self.progress
+            )
         self.order = task_order([t.name for t in self.stream.tasks], config.order_seed)
-        self.kept = [KeptRows(self.data[n].train, config.replay_share, mixed_seed(config.seed, "replay", n)) for n in self.order] if config.protocol == "replay" else []
+        self.kept = (
+            [
+                KeptRows(
+                    self.data[n].train, config.replay_share, mixed_seed(config.seed, "replay", n)
+                )
+                for n in self.order
+            ]
+            if config.protocol == "replay"
+            else []
+        )
         self.lessons = lessons_of(self)
-        self.cost, self.meter = (forward_cost(self.model), find_meter(config.energy["energy_meter"], "cuda" if torch.cuda.is_available() else "cpu")) if config.energy else (None, None)
-        self.adapter = build_adapter(config.adapter, self.model, self.tokenizer, config.preset, config.adapter_config, config.ewc or None, config.seed)
+        self.cost, self.meter = (
+            (
+                forward_cost(self.model),
+                find_meter(
+                    config.energy["energy_meter"], "cuda" if torch.cuda.is_available() else "cpu"
+                ),
+            )
+            if config.energy
+            else (None, None)
+        )
+        self.adapter = build_adapter(
+            config.adapter,
+            self.model,
+            self.tokenizer,
+            config.preset,
+            config.adapter_config,
+            config.ewc or None,
+            config.seed,
+        )
         self.stopping = early_stopping(self)
         self.adapter.hooks = HookList([*self.stopping, *self.adapter.hooks.hooks, *hooks])
-        if config.training["gradient_checkpointing"]: self.adapter.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if config.training["gradient_checkpointing"]:
+            self.adapter.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.initial = self.adapter.snapshot() if config.protocol == "single" else None
         self.world = world_of(self)
 
@@ -297,34 +548,56 @@ class ContinualRun:
         from tqdm.auto import tqdm
         return tqdm(items, disable=self.quiet, mininterval=.5, **kw)
     @property
-    def schedule(self) -> list[int]: return evaluation_schedule(len(self.order), self.config.evaluation["after_tasks"])
+    def schedule(self) -> list[int]:
+        return evaluation_schedule(len(self.order), self.config.evaluation["after_tasks"])
     def wall_s(self) -> float: return self.position.wall_s + time.monotonic() - self.started
 
 # %% ../../nbs/jobs/03_run.ipynb #98377555
 def early_stopping(run) -> list[EarlyStopping]: # one, or none where the run has none
     "What stops each task of a run by its development rows."
-    training, e, adapter, tokenizer = run.config.training, run.config.evaluation, run.adapter, run.tokenizer
+    training, e, adapter, tokenizer = (
+        run.config.training,
+        run.config.evaluation,
+        run.adapter,
+        run.tokenizer,
+    )
     if not training["eval_steps"]: return []
     rows = {n: d.development for n, d in run.data.items()}
-    def score_of(name): return evaluate(adapter, [rows[name]], tokenizer, e["per_device_eval_batch_size"], num_beams=e["num_beams"])[0][name]["score"]
-    return [EarlyStopping(adapter, score_of, training["eval_steps"], training["early_stopping_patience"])]
+    def score_of(name):
+        return evaluate(
+            adapter,
+            [rows[name]],
+            tokenizer,
+            e["per_device_eval_batch_size"],
+            num_beams=e["num_beams"],
+        )[0][name]["score"]
+    return [
+        EarlyStopping(
+            adapter, score_of, training["eval_steps"], training["early_stopping_patience"]
+        )
+    ]
 
+# %% ../../nbs/jobs/03_run.ipynb #e53c9272
 def note_scores(run) -> None:
     "Put what early stopping has newly seen of the present task into the history."
     p = run.position
     for stop in run.stopping:
-        begun, known = p.global_step - stop.step, sum("val_score" in h and h["task"] == stop.task for h in p.history)
+        begun, known = p.global_step - stop.step, sum(
+            "val_score" in h and h["task"] == stop.task for h in p.history
+        )
         for step, score in stop.history[known:]:
             p.history.append(dict(step=begun + step, task=stop.task, val_score=score))
             log.info("%s, step %d: %.4f on its development rows", stop.task, step, score)
 
 # %% ../../nbs/jobs/03_run.ipynb #f3ba730a
-def _held_to(world): return [world["digest"], world["development"]] if "development" in world else world["digest"]
+def _held_to(world):
+    return [world["digest"], world["development"]] if "development" in world else world["digest"]
 
 def kernels_of(run) -> list[str]: # names
     "Kernels that are not deterministic, of all processes that worked on a run."
     return sorted({*run.position.kernels, *run.process.kernels})
 
+# %% ../../nbs/jobs/03_run.ipynb #76329eda
 def save_run(
     run: ContinualRun,
     state: TaskState | None = None, # inside a task: its training
@@ -335,21 +608,43 @@ def save_run(
     p.in_task, p.kernels = state.meta() if state else None, kernels_of(run)
     p.n_checkpoints += 1
     if not is_main_process(): return
-    parts = dict(adapter=adapter_tensors(run.adapter), hooks=run.adapter.hooks.state_dict(), moments=state.tensors() if state else {}, random=random_states())
+    parts = dict(
+        adapter=adapter_tensors(run.adapter),
+        hooks=run.adapter.hooks.state_dict(),
+        moments=state.tensors() if state else {},
+        random=random_states(),
+    )
     tensors = {f"{kind}/{n}": t for kind, named in parts.items() for n, t in named.items()}
     meta = asdict(p) | dict(wall_s=run.wall_s())
-    save_checkpoint(run.folder/"checkpoints", p.n_checkpoints, tensors, dict(position=meta, world=_held_to(run.world)))
+    save_checkpoint(
+        run.folder / "checkpoints",
+        p.n_checkpoints,
+        tensors,
+        dict(position=meta, world=_held_to(run.world)),
+    )
     write_progress(run)
 
 # %% ../../nbs/jobs/03_run.ipynb #b0538393
 def write_progress(run: ContinualRun) -> None:
-    "Write `progress.json`: how far a run is, for whoever looks from outside. The run itself does not need it."
+    """Write `progress.json`: how far a run is, for whoever looks from outside. The run itself does
+    not need it."""
     p = run.position
-    retained = [h["val_retained_accuracy"] for h in p.history if h.get("val_retained_accuracy") is not None]
-    told = dict(tasks=len(p.scores), n_tasks=len(run.order), steps=p.global_step, n_steps=run.n_steps, retained=retained[-1] if retained else None, wall_s=round(run.wall_s(), 1), skipped_steps=p.skipped_steps)
+    retained = [
+        h["val_retained_accuracy"] for h in p.history if h.get("val_retained_accuracy") is not None
+    ]
+    told = dict(
+        tasks=len(p.scores),
+        n_tasks=len(run.order),
+        steps=p.global_step,
+        n_steps=run.n_steps,
+        retained=retained[-1] if retained else None,
+        wall_s=round(run.wall_s(), 1),
+        skipped_steps=p.skipped_steps,
+    )
     try: write_atomic(run.folder/"progress.json", json.dumps(told) + "\n")
     except StorageError as e: log.warning("%s", e)
 
+# %% ../../nbs/jobs/03_run.ipynb #925f611a
 def newest_checkpoint(run: ContinualRun) -> tuple | None: # tensors and meta
     "The newest whole checkpoint, which the first process reads for all."
     if num_processes() == 1: return latest_checkpoint(run.folder/"checkpoints")
@@ -367,16 +662,34 @@ def _position_of(told, run):
     "A checkpoint's position; `ValueError` for one that a run of this stream cannot have."
     T, known = len(run.order), {f.name for f in fields(Position)}
     begun = f"{run.folder}/checkpoints: its newest checkpoint has"
-    way_out = "it was changed, or another version of this package wrote it: restore it from a copy, or remove the folder and begin anew"
-    if strange := sorted(told.keys() - known): raise ValueError(f"{begun} a position with {', '.join(strange)}, which this version does not know; {way_out}")
+    way_out = (
+        "it was changed, or another version of this package wrote it: restore it from a "
+        "copy, or remove the folder and begin anew"
+    )
+    if strange := sorted(told.keys() - known):
+        raise ValueError(
+            f"{begun} a position with {', '.join(strange)}, which this version does not "
+            f"know; {way_out}"
+        )
     p = Position(**told)
     reached = (p.task in range(len(run.lessons)) or p.task == T) and len(p.scores) == p.task
     if not reached or any(n not in s for n, s in zip(run.order, p.scores)):
-        raise ValueError(f"{begun} the position task {p.task} with the scores of {len(p.scores)} tasks, in a stream of {T}; {way_out}")
-    if p.task < len(run.lessons) and p.in_task and not 0 <= p.in_task["step"] <= lesson_steps(run, p.task):
-        raise ValueError(f"{begun} the position step {p.in_task['step']} of task {p.task}, which has {lesson_steps(run, p.task)}; {way_out}")
+        raise ValueError(
+            f"{begun} the position task {p.task} with the scores of {len(p.scores)} tasks, "
+            f"in a stream of {T}; {way_out}"
+        )
+    if (
+        p.task < len(run.lessons)
+        and p.in_task
+        and not 0 <= p.in_task["step"] <= lesson_steps(run, p.task)
+    ):
+        raise ValueError(
+            f"{begun} the position step {p.in_task['step']} of task {p.task}, which has "
+            f"{lesson_steps(run, p.task)}; {way_out}"
+        )
     return p
 
+# %% ../../nbs/jobs/03_run.ipynb #452c3300
 def restore_run(
     run: ContinualRun,
 ) -> TaskState | None: # the training inside a task, if the checkpoint lies inside one
@@ -384,36 +697,60 @@ def restore_run(
     found = newest_checkpoint(run)
     if found is None: return None
     tensors, meta = found
-    part = lambda kind: {n[len(kind) + 1:]: t for n, t in tensors.items() if n.startswith(kind + "/")}
+    part = lambda kind: {
+        n[len(kind) + 1 :]: t for n, t in tensors.items() if n.startswith(kind + "/")
+    }
     if meta["world"] != _held_to(run.world):
-        raise ValueError(f"{run.folder}: the data, the stream's file or the backbone changed since this run began; restore them, or begin anew under another run_id")
+        raise ValueError(
+            f"{run.folder}: the data, the stream's file or the backbone changed since this "
+            "run began; restore them, or begin anew under another run_id"
+        )
     run.position = _position_of(meta["position"], run)
     load_adapter_tensors(run.adapter, part("adapter"))
     run.adapter.hooks.load_state_dict(part("hooks"))
     set_random_states(part("random"))
     log.info("resumed at task %d, step %d", run.position.task, run.position.global_step)
     if (inside := run.position.in_task) is None: return None
-    return TaskState(step=inside["step"], skipped=inside["skipped"], skipped_in_a_row=inside["skipped_in_a_row"], restored=dict(tensors=part("moments"), scheduler=inside["scheduler"]))
+    return TaskState(
+        step=inside["step"],
+        skipped=inside["skipped"],
+        skipped_in_a_row=inside["skipped_in_a_row"],
+        restored=dict(tensors=part("moments"), scheduler=inside["scheduler"]),
+    )
 
 # %% ../../nbs/jobs/03_run.ipynb #dcbe181b
 def claim_folder(
     config: RunConfig, # resolved
 ) -> Path: # {results_dir}/{run_id}
-    "Make the run's folder, or take up one of the same parameters; `ValueError` names what differs, or a folder that holds no run, `StorageError` one that cannot be written."
+    """Make the run's folder, or take up one of the same parameters; `ValueError` names what
+    differs, or a folder that holds no run, `StorageError` one that cannot be written."""
     folder = Path(config.results_dir)/config.run_id
     if folder.exists() and not (folder/"config.yaml").exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} exists and holds no run (it has no config.yaml), so nothing is written there: give another results_dir or run_id")
+        raise ValueError(
+            f"{folder} exists and holds no run (it has no config.yaml), so nothing is "
+            "written there: give another results_dir or run_id"
+        )
     differ = _differences(folder/"config.yaml", config) if folder.exists() else []
     finished = (folder/"record.json").exists()
     if config.overwrite and (differ or finished): _remove(folder)
-    elif differ and (finished or (folder/"checkpoints").exists()): raise ValueError(f"{folder} holds a run with other parameters ({'; '.join(differ)}). Give another run_id, or overwrite=True to begin anew.")
+    elif differ and (finished or (folder/"checkpoints").exists()):
+        raise ValueError(
+            f"{folder} holds a run with other parameters ({'; '.join(differ)}). Give "
+            "another run_id, or overwrite=True to begin anew."
+        )
     if not (folder/"record.json").exists() and (folder/"checkpoints").is_symlink():
-        raise ValueError(f"{folder/'checkpoints'} is a link to {os.readlink(folder/'checkpoints')}: checkpoints are deleted at the end of a run, and a link may lead to another's, so none is followed. Move what is there into the run's own folder, or give a results_dir on the other disk")
+        raise ValueError(
+            f"{folder/'checkpoints'} is a link to {os.readlink(folder/'checkpoints')}: "
+            "checkpoints are deleted at the end of a run, and a link may lead to "
+            "another's, so none is followed. Move what is there into the run's own "
+            "folder, or give a results_dir on the other disk"
+        )
     with telling_refusals(folder):
         folder.mkdir(parents=True, exist_ok=True)
         save_config(replace(config, overwrite=False), folder/"config.yaml")
     return folder
 
+# %% ../../nbs/jobs/03_run.ipynb #f1045a4c
 def _remove(folder):
     "Remove a run's folder; renamed first, so that a kill leaves no half of it under its name."
     old = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -426,18 +763,37 @@ def _differences(path, config):
     there = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
     there, here = told_parameters(there), told_parameters(asdict(config))
     names = [k for k in here | there if k not in ("results_dir", "cache_dir", "overwrite")]
-    return [f"{k}: {there.get(k)!r} there, {here.get(k)!r} now" for k in names if there and there.get(k) != here.get(k)]
+    return [
+        f"{k}: {there.get(k)!r} there, {here.get(k)!r} now"
+        for k in names
+        if there and there.get(k) != here.get(k)
+    ]
 
 # %% ../../nbs/jobs/03_run.ipynb #edd25a19
-IN_SEQUENCE, ALL_TASKS = ("sequential", "replay"), "all tasks" # protocols with one task after another; a joint lesson's name
+# protocols with one task after another; a joint lesson's name
+IN_SEQUENCE, ALL_TASKS = ("sequential", "replay"), "all tasks"
 
 def lessons_of(run: ContinualRun) -> list[TaskData]: # empty where nothing is trained
-    "What is trained one after another: tasks, tasks with rows kept of those before them, or all at once."
+    """What is trained one after another: tasks, tasks with rows kept of those before them, or all
+    at once."""
     tasks, listed = [run.data[n] for n in run.order], [run.data[t.name] for t in run.stream.tasks]
     if run.config.protocol == "zero_shot": return []
-    if run.config.protocol == "joint": return [replace(listed[0], task=replace(listed[0].task, name=ALL_TASKS), train=MixedRows(d.train for d in listed), told="")]
-    return [replace(d, train=MixedRows([d.train, *run.kept[:i]])) for i, d in enumerate(tasks)] if run.kept else tasks
+    if run.config.protocol == "joint":
+        return [
+            replace(
+                listed[0],
+                task=replace(listed[0].task, name=ALL_TASKS),
+                train=MixedRows(d.train for d in listed),
+                told="",
+            )
+        ]
+    return (
+        [replace(d, train=MixedRows([d.train, *run.kept[:i]])) for i, d in enumerate(tasks)]
+        if run.kept
+        else tasks
+    )
 
+# %% ../../nbs/jobs/03_run.ipynb #5a6fb54d
 def lesson_steps(
     run: ContinualRun,
     i: int, # number of the lesson
@@ -462,19 +818,29 @@ def run_task(
     i, adapter, training = run.position.task, run.adapter, run.config.training
     lesson, n_steps = run.lessons[i], lesson_steps(run, i)
     own = lesson if run.config.protocol == "joint" else run.data[run.order[i]] # what hooks see
-    if run.config.protocol == "joint": training = training | dict(num_train_epochs=n_steps, max_steps=n_steps) # as many epochs as the steps need
+    if run.config.protocol == "joint":
+        # as many epochs as the steps need
+        training = training | dict(num_train_epochs=n_steps, max_steps=n_steps)
     if state is None:
         seed_all(mixed_seed(run.config.seed, "task", i))
         if run.initial:
             run.position.faults = faults_of(run)
             adapter.reset(run.initial)
-        adapter.hooks.on_task_start(TaskContext(own.task.name, i, n_steps, own.make_loader(), own.told))
+        adapter.hooks.on_task_start(
+            TaskContext(own.task.name, i, n_steps, own.make_loader(), own.told)
+        )
         state = TaskState(skipped_in_a_row=0 if run.initial else run.position.skipped_in_a_row)
-    with run.process.interrupts.steps(): train_task(adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step)
-    if num_processes() > 1: set_random_states(tensors_from_main(random_states())) # a step moves that of the first process alone
+    with run.process.interrupts.steps():
+        train_task(
+            adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step
+        )
+    if num_processes() > 1:
+        # a step moves that of the first process alone
+        set_random_states(tensors_from_main(random_states()))
     adapter.hooks.on_task_end(own.make_loader())
     for d in run.data.values(): d.train.close()
 
+# %% ../../nbs/jobs/03_run.ipynb #25c29659
 def evaluate_seen(run: ContinualRun) -> dict: # task → metrics
     "Evaluate what the protocol asks for after the present task."
     p = run.position
@@ -482,16 +848,38 @@ def evaluate_seen(run: ContinualRun) -> dict: # task → metrics
     seen = run.order[:p.task + 1] if all_seen else [run.order[p.task]]
     e = run.config.evaluation
     kept = p.answers if e["reuse_answers"] and not run.config.hooks else None
-    rows = p.rows if not e["final_eval_rows"] and (p.task + 1 == len(run.order) or run.config.protocol == "single") else None
-    scores, confusion = evaluate(run.adapter, [run.data[n].evaluation for n in seen], run.tokenizer, e["per_device_eval_batch_size"], kept, rows, e["num_beams"])
+    rows = (
+        p.rows
+        if not e["final_eval_rows"]
+        and (p.task + 1 == len(run.order) or run.config.protocol == "single")
+        else None
+    )
+    scores, confusion = evaluate(
+        run.adapter,
+        [run.data[n].evaluation for n in seen],
+        run.tokenizer,
+        e["per_device_eval_batch_size"],
+        kept,
+        rows,
+        e["num_beams"],
+    )
     apart = run.config.protocol not in IN_SEQUENCE
     p.confusion = (p.confusion if apart else {}) | confusion
     return (p.scores[-1] if p.scores and apart else {}) | scores
 
+# %% ../../nbs/jobs/03_run.ipynb #9227b111
 def evaluate_all(run: ContinualRun) -> None:
-    "Evaluate all tasks once, and let every row of the matrix hold these scores of the tasks up to it."
+    """Evaluate all tasks once, and let every row of the matrix hold these scores of the tasks up to
+    it."""
     p, e = run.position, run.config.evaluation
-    scores, p.confusion = evaluate(run.adapter, [run.data[n].evaluation for n in run.order], run.tokenizer, e["per_device_eval_batch_size"], rows=None if e["final_eval_rows"] else p.rows, num_beams=e["num_beams"])
+    scores, p.confusion = evaluate(
+        run.adapter,
+        [run.data[n].evaluation for n in run.order],
+        run.tokenizer,
+        e["per_device_eval_batch_size"],
+        rows=None if e["final_eval_rows"] else p.rows,
+        num_beams=e["num_beams"],
+    )
     p.scores = [{n: scores[n] for n in run.order[:i + 1]} for i in range(len(run.order))]
     p.task = len(run.order)
 
@@ -500,23 +888,40 @@ def _finish_task(run, life):
     "Evaluate after a task, note it, and move on to the next."
     p, name = run.position, run.order[run.position.task]
     scores = evaluate_seen(run)
-    retained = float(np.mean([s["score"] for s in scores.values()])) if p.task + 1 in run.schedule else None
+    retained = (
+        float(np.mean([s["score"] for s in scores.values()]))
+        if p.task + 1 in run.schedule
+        else None
+    )
     p.scores.append(scores)
-    p.history.append(dict(step=p.global_step, task=name, val_retained_accuracy=retained, just_learned=scores[name]["score"]))
+    p.history.append(
+        dict(
+            step=p.global_step,
+            task=name,
+            val_retained_accuracy=retained,
+            just_learned=scores[name]["score"],
+        )
+    )
     run.tracker.log(p.history, p.scores)
     p.life = life
     p.kept_bytes += [None] * (p.task - len(p.kept_bytes)) + [_kept_bytes(run)]
     p.task, p.trained = p.task + 1, False
     save_run(run)
-    shown = f"{name}: {scores[name]['score']:.3f}" + ("" if retained is None else f", retained {retained:.3f}")
+    shown = f"{name}: {scores[name]['score']:.3f}" + (
+        "" if retained is None else f", retained {retained:.3f}"
+    )
     log.info("%d/%d just learned %s", p.task, len(run.order), shown)
     if retained is not None: run.on_task(p.task, retained)
     return f"{p.task}/{len(run.order)} {shown}"
 
+# %% ../../nbs/jobs/03_run.ipynb #dcdc9b9d
 def sizes_of(run: ContinualRun, n_tasks: int) -> dict: # part → bytes
     "What is kept after so many tasks: the adapter, and under replay rows."
-    return adapter_bytes(run.adapter) | ({"replay": sum(map(kept_bytes, run.kept[:n_tasks]))} if run.kept else {})
+    return adapter_bytes(run.adapter) | (
+        {"replay": sum(map(kept_bytes, run.kept[:n_tasks]))} if run.kept else {}
+    )
 
+# %% ../../nbs/jobs/03_run.ipynb #602079bd
 def _kept_bytes(run):
     "Bytes kept after the present task; one adapter a task where each was trained alone."
     n = run.position.task + 1
@@ -525,7 +930,9 @@ def _kept_bytes(run):
 def _finish_joint(run):
     "Evaluate what was trained on all tasks."
     evaluate_all(run)
-    p, retained = run.position, float(np.mean([s["score"] for s in run.position.scores[-1].values()]))
+    p, retained = run.position, float(
+        np.mean([s["score"] for s in run.position.scores[-1].values()])
+    )
     p.history.append(dict(step=p.global_step, task=ALL_TASKS, val_retained_accuracy=retained))
     run.tracker.log(p.history, p.scores)
     p.kept_bytes, p.trained = [sum(adapter_bytes(run.adapter).values())] * len(run.order), False
@@ -542,12 +949,22 @@ def tell_tasks(
 ) -> None:
     "Tell of the tasks that were learned before."
     for h in history if on_task else ():
-        if h.get("val_retained_accuracy") is not None: on_task(order.index(h["task"]) + 1 if h["task"] in order else len(order), h["val_retained_accuracy"])
+        if h.get("val_retained_accuracy") is not None:
+            on_task(
+                order.index(h["task"]) + 1 if h["task"] in order else len(order),
+                h["val_retained_accuracy"],
+            )
 
+# %% ../../nbs/jobs/03_run.ipynb #4ddb8c1f
 def tell_skipped(run: ContinualRun, state: TaskState) -> None:
     "Count and log a step that was skipped."
     run.position.skipped_steps += 1
-    log.warning("step %d of %s is skipped: its loss or gradient was not finite (loss %s)", state.step, run.lessons[run.position.task].task.name, state.loss)
+    log.warning(
+        "step %d of %s is skipped: its loss or gradient was not finite (loss %s)",
+        state.step,
+        run.lessons[run.position.task].task.name,
+        state.loss,
+    )
 
 # %% ../../nbs/jobs/03_run.ipynb #82bdcbf3
 def train_stream(run: ContinualRun) -> None:
@@ -558,7 +975,11 @@ def train_stream(run: ContinualRun) -> None:
     run.n_steps = sum(steps)
     saved = time.monotonic()
     def same(when):
-        if num_processes() > 1: check_same(adapter_tensors(run.adapter) | run.adapter.hooks.state_dict(), f"{when} of {run.lessons[run.position.task].task.name}")
+        if num_processes() > 1:
+            check_same(
+                adapter_tensors(run.adapter) | run.adapter.hooks.state_dict(),
+                f"{when} of {run.lessons[run.position.task].task.name}",
+            )
     def on_step(s):
         nonlocal saved
         run.position.global_step += 1; bar.update()
@@ -566,14 +987,29 @@ def train_stream(run: ContinualRun) -> None:
         run.position.skipped_in_a_row = s.skipped_in_a_row
         if s.skipped_in_a_row: tell_skipped(run, s)
         elif s.step % 10 == 0 or s.step == steps[run.position.task]:
-            run.position.history.append(dict(step=run.position.global_step, task=run.lessons[run.position.task].task.name, train_loss=s.loss) | run.adapter.hooks.told())
+            run.position.history.append(
+                dict(
+                    step=run.position.global_step,
+                    task=run.lessons[run.position.task].task.name,
+                    train_loss=s.loss,
+                )
+                | run.adapter.hooks.told()
+            )
             run.tracker.log(run.position.history, run.position.scores)
-        arrived, due = largest(run.process.interrupts.arrived or 0, time.monotonic() - saved > run.config.training["checkpoint_interval_s"]) # a signal may reach one process later than another
+        # a signal may reach one process later than another
+        arrived, due = largest(
+            run.process.interrupts.arrived or 0,
+            time.monotonic() - saved > run.config.training["checkpoint_interval_s"],
+        )
         run.process.interrupts.arrived = arrived or None
         if s.step == 1: same("after the first step")
-        if arrived or due or s.skipped_in_a_row >= MAX_SKIPPED: save_run(run, s); saved = time.monotonic()
+        if arrived or due or s.skipped_in_a_row >= MAX_SKIPPED:
+            save_run(run, s); saved = time.monotonic()
         run.process.interrupts.stop()
-    with run.progress(range(run.n_steps), initial=run.position.global_step, desc=run.config.adapter, unit="step") as bar: # a message never stands on its line
+    # a message never stands on its line
+    with run.progress(
+        range(run.n_steps), initial=run.position.global_step, desc=run.config.adapter, unit="step"
+    ) as bar:
         while run.position.task < len(run.lessons):
             if not run.position.trained:
                 run.process.doing = "training"
@@ -582,14 +1018,23 @@ def train_stream(run: ContinualRun) -> None:
                 note_scores(run)
                 same("at the end")
                 run.position.trained = True; save_run(run)
-            bar.set_postfix_str(_finish_joint(run) if run.config.protocol == "joint" else _finish_task(run, _life(run)))
+            bar.set_postfix_str(
+                _finish_joint(run)
+                if run.config.protocol == "joint"
+                else _finish_task(run, _life(run))
+            )
 
+# %% ../../nbs/jobs/03_run.ipynb #8e3f2c92
 def _life(run):
     "What became of each task's slots, for a method with a dictionary; tasks by their names."
     if not hasattr(run.adapter.tuner, "dictionary_life"): return []
     hooks = run.adapter.tuner.stream_hooks()
-    segments = hasattr(hooks, "segment") and not hooks.shared # growth that is not told where a task begins
-    return [row | dict(task=f"segment {row['task']}" if segments else run.order[row["task"]]) for row in run.adapter.tuner.dictionary_life()]
+    # growth that is not told where a task begins
+    segments = hasattr(hooks, "segment") and not hooks.shared
+    return [
+        row | dict(task=f"segment {row['task']}" if segments else run.order[row["task"]])
+        for row in run.adapter.tuner.dictionary_life()
+    ]
 
 # %% ../../nbs/jobs/03_run.ipynb #a2378d1d
 def evaluate_backbone(run: ContinualRun) -> None:
@@ -600,147 +1045,330 @@ def evaluate_backbone(run: ContinualRun) -> None:
 def final_tasks(run: ContinualRun) -> list[EvaluationTask]: # in the order trained
     "The rows on which each task is evaluated last."
     data, e = [run.data[n] for n in run.order], run.config.evaluation
-    return [evaluation_task(d.task, d.final, e["max_new_tokens"], marks_instruction(run.config.instructions)) if e["final_eval_rows"] else d.evaluation for d in data]
+    return [
+        (
+            evaluation_task(
+                d.task, d.final, e["max_new_tokens"], marks_instruction(run.config.instructions)
+            )
+            if e["final_eval_rows"]
+            else d.evaluation
+        )
+        for d in data
+    ]
 
+# %% ../../nbs/jobs/03_run.ipynb #7ee56278
 def evaluate_final(run: ContinualRun) -> None:
     "Evaluate all tasks on the rows of the last evaluation, once."
     e = run.config.evaluation
     if not e["final_eval_rows"] or run.position.final: return
-    with run.adapter.model.disable_adapter() if run.config.protocol == "zero_shot" else contextlib.nullcontext():
-        run.position.final, _ = evaluate(run.adapter, final_tasks(run), run.tokenizer, e["per_device_eval_batch_size"], rows=run.position.rows, num_beams=e["num_beams"])
+    with (
+        run.adapter.model.disable_adapter()
+        if run.config.protocol == "zero_shot"
+        else contextlib.nullcontext()
+    ):
+        run.position.final, _ = evaluate(
+            run.adapter,
+            final_tasks(run),
+            run.tokenizer,
+            e["per_device_eval_batch_size"],
+            rows=run.position.rows,
+            num_beams=e["num_beams"],
+        )
     if run.config.protocol != "zero_shot": save_run(run)
 
+# %% ../../nbs/jobs/03_run.ipynb #f311a832
 def final_part(run: ContinualRun) -> dict: # for the record; empty without such an evaluation
     "Scores of the last evaluation, with its rows."
     if not (scores := run.position.final): return {}
-    return dict(final=dict(eval_rows=run.config.evaluation["final_eval_rows"], scores=scores, average_accuracy=float(np.mean([s["score"] for s in scores.values()]))))
+    return dict(
+        final=dict(
+            eval_rows=run.config.evaluation["final_eval_rows"],
+            scores=scores,
+            average_accuracy=float(np.mean([s["score"] for s in scores.values()])),
+        )
+    )
 
 # %% ../../nbs/jobs/03_run.ipynb #cf8b5ea4
-SCORES = {"rouge_l": {"rougeL": "score", "rougeLsum": "rouge_lsum"}, "label_accuracy": {"accuracy": "score"}} # metric of a task → names in the summary
+# metric of a task → names in the summary
+SCORES = {
+    "rouge_l": {"rougeL": "score", "rougeLsum": "rouge_lsum"},
+    "label_accuracy": {"accuracy": "score"},
+}
 
 def evaluate_energy(run: ContinualRun) -> None:
     "Measure what the answers of the study's task cost, once."
     e = run.config.evaluation
     if not run.config.energy or run.position.energy: return
-    summary, details = energy_part(run.adapter, final_tasks(run)[0], run.tokenizer, run.cost, run.config.energy, e["per_device_eval_batch_size"], e["num_beams"], run.meter)
+    summary, details = energy_part(
+        run.adapter,
+        final_tasks(run)[0],
+        run.tokenizer,
+        run.cost,
+        run.config.energy,
+        e["per_device_eval_batch_size"],
+        e["num_beams"],
+        run.meter,
+    )
     run.position.energy = dict(summary=summary, details=details)
-    log.info("an answer costs %.3g J (%s), end-to-end share %.4f", summary["mean_joules_per_sample"], summary["joules_source"], summary["energy_share"])
+    log.info(
+        "an answer costs %.3g J (%s), end-to-end share %.4f",
+        summary["mean_joules_per_sample"],
+        summary["joules_source"],
+        summary["energy_share"],
+    )
     save_run(run)
 
+# %% ../../nbs/jobs/03_run.ipynb #c802a420
 def energy_summary(run: ContinualRun) -> dict: # empty outside of a study of energy
     "Score and costs of the one task, by the names of the study."
     if not run.position.energy: return {}
     task, p = run.data[run.order[0]].task, run.position
     scores = (p.final or p.scores[-1])[task.name]
-    return {name: scores[key] for name, key in SCORES.get(task.metric, {}).items()} | p.energy["summary"]
+    return {name: scores[key] for name, key in SCORES.get(task.metric, {}).items()} | p.energy[
+        "summary"
+    ]
 
 # %% ../../nbs/jobs/03_run.ipynb #33a8f43c
 def write_predictions(run: ContinualRun) -> None:
     "Write {task, row, references, answer} of the last evaluation, a JSON object a line."
-    rows = (dict(task=t.name, row=i, references=list(t.references[i]), answer=a) for t in final_tasks(run) for i, (a, _) in enumerate(run.position.rows[t.name]))
-    write_atomic(run.folder/"predictions.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
+    rows = (
+        dict(task=t.name, row=i, references=list(t.references[i]), answer=a)
+        for t in final_tasks(run)
+        for i, (a, _) in enumerate(run.position.rows[t.name])
+    )
+    write_atomic(
+        run.folder / "predictions.jsonl",
+        "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows),
+    )
 
 # %% ../../nbs/jobs/03_run.ipynb #928e4078
 def score_matrix(
     scores: list[dict], # per finished task {task: metrics}
     order: list[str], # tasks as trained
-    schedule: list[int] | None = None, # numbers of tasks after which all seen count; None: after each
+    # numbers of tasks after which all seen count; None: after each
+    schedule: list[int] | None = None,
 ) -> list[list]: # T rows of T, None where not yet seen, or not evaluated
     "The scores after each task as a matrix for JSON."
     kept = lambda i, n: n in scores[i] and (schedule is None or i + 1 in schedule or n == order[i])
-    return [[scores[i][n]["score"] if kept(i, n) else None for n in order] for i in range(len(scores))]
+    return [
+        [scores[i][n]["score"] if kept(i, n) else None for n in order] for i in range(len(scores))
+    ]
 
+# %% ../../nbs/jobs/03_run.ipynb #66274039
 def versions() -> dict: # package → version
     "Versions of what a run's figures depend on."
-    names = ("torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "sacrebleu", "rouge-score", "bitsandbytes")
+    names = (
+        "torch",
+        "transformers",
+        "peft",
+        "accelerate",
+        "datasets",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "sacrebleu",
+        "rouge-score",
+        "bitsandbytes",
+    )
     out = dict(python=platform.python_version())
     for n in names:
         with contextlib.suppress(metadata.PackageNotFoundError): out[n] = metadata.version(n)
     return out
 
+# %% ../../nbs/jobs/03_run.ipynb #fde74b7a
 def code_version() -> dict: # package, and git commit where it runs from a clone
     "The version of this package, with the commit and whether there were uncommitted changes."
     here = Path(himalaya_hest.__file__).parent.parent
     out = dict(package=himalaya_hest.__version__, git=None, dirty=None)
     if not (here/".git").exists(): return out
-    git = lambda *a: subprocess.run(["git", "-C", str(here), *a], capture_output=True, text=True, timeout=20)
+    git = lambda *a: subprocess.run(
+        ["git", "-C", str(here), *a], capture_output=True, text=True, timeout=20
+    )
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         if (r := git("rev-parse", "HEAD")).returncode == 0:
-            out |= dict(git=r.stdout.strip(), dirty=bool(git("status", "--porcelain", "himalaya_hest", "nbs", ":!nbs/records").stdout.strip()))
+            out |= dict(
+                git=r.stdout.strip(),
+                dirty=bool(
+                    git(
+                        "status", "--porcelain", "himalaya_hest", "nbs", ":!nbs/records"
+                    ).stdout.strip()
+                ),
+            )
     return out
 
-INSTRUCTION_SETS = ("sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", # x86-64
-                    "asimd", "asimddp", "bf16", "i8mm", "sve", "sve2") # Arm
+# %% ../../nbs/jobs/03_run.ipynb #2d550780
+INSTRUCTION_SETS = (
+    "sse4_2",
+    "avx",
+    "f16c",
+    "fma",
+    "avx2",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_int8",  # x86-64
+    "asimd",
+    "asimddp",
+    "bf16",
+    "i8mm",
+    "sve",
+    "sve2",
+)  # Arm
 
 def cpu_info(
     path: str | Path = "/proc/cpuinfo", # Linux's; elsewhere Python's and torch's own words
 ) -> dict: # cpu, cpu_capability, instruction_sets
-    "The processor's model and instruction sets: kernels are chosen by them, so the last bits of a float hang on them."
+    """The processor's model and instruction sets: kernels are chosen by them, so the last bits of a
+    float hang on them."""
     told = {}
     with contextlib.suppress(OSError):
-        for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines(): # of the first core
+        # of the first core
+        for line in (
+            Path(path).read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+        ):
             key, _, value = line.partition(":")
             told[key.strip().lower()] = value.strip()
     known = set((told.get("flags") or told.get("features") or "").split())
-    return dict(cpu=told.get("model name") or platform.processor() or platform.machine(), cpu_capability=torch.backends.cpu.get_cpu_capability(), instruction_sets=[s for s in INSTRUCTION_SETS if s in known])
+    return dict(
+        cpu=told.get("model name") or platform.processor() or platform.machine(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        instruction_sets=[s for s in INSTRUCTION_SETS if s in known],
+    )
 
+# %% ../../nbs/jobs/03_run.ipynb #a111068f
 def device_info(model) -> dict:
     "What a run ran on: kind of device, processors and threads; no host name."
     d = next(model.parameters()).device
     name = torch.cuda.get_device_name(d) if d.type == "cuda" else platform.machine()
-    return dict(type=d.type, name=name, cpu_count=os.cpu_count(), threads=torch.get_num_threads(), system=platform.system()) | cpu_info()
+    return (
+        dict(
+            type=d.type,
+            name=name,
+            cpu_count=os.cpu_count(),
+            threads=torch.get_num_threads(),
+            system=platform.system(),
+        )
+        | cpu_info()
+    )
 
 # %% ../../nbs/jobs/03_run.ipynb #c76781ce
 def world_of(run: ContinualRun) -> dict:
     "The world of a run and its digest, which no seed changes."
     c, e = run.config, run.config.evaluation
-    settings = dict(max_eval_rows=e["max_eval_rows"], max_train_rows=c.training["max_train_rows"], max_new_tokens=e["max_new_tokens"], max_length=run.max_length, decoding="greedy" if e["num_beams"] == 1 else f"beams {e['num_beams']}")
+    settings = dict(
+        max_eval_rows=e["max_eval_rows"],
+        max_train_rows=c.training["max_train_rows"],
+        max_new_tokens=e["max_new_tokens"],
+        max_length=run.max_length,
+        decoding="greedy" if e["num_beams"] == 1 else f"beams {e['num_beams']}",
+    )
     if len(run.schedule) < len(run.order): settings["after_tasks"] = run.schedule
-    if chat := getattr(run.tokenizer, "chat", None): settings["chat_template"] = hashlib.sha256(repr(chat).encode()).hexdigest()
+    if chat := getattr(run.tokenizer, "chat", None):
+        settings["chat_template"] = hashlib.sha256(repr(chat).encode()).hexdigest()
     if c.allow_code_execution: settings["code_execution"] = asdict(Limits())
-    settings |= {k: v for k, v, plain in (("quantisation", c.quantisation, "none"), ("dtype", c.dtype, "auto"), ("final_eval_rows", e["final_eval_rows"], None), ("num_beams", e["num_beams"], 1)) if v != plain}
+    settings |= {
+        k: v
+        for k, v, plain in (
+            ("quantisation", c.quantisation, "none"),
+            ("dtype", c.dtype, "auto"),
+            ("final_eval_rows", e["final_eval_rows"], None),
+            ("num_beams", e["num_beams"], 1),
+        )
+        if v != plain
+    }
     base = dict(settings)
     settings |= instructions_setting(run.stream, c.instructions, c.stream)
-    out = dict(stream=run.stream.name, source=c.source, world=run.stream.world, backbone=run.backbone, evaluation=settings)
+    out = dict(
+        stream=run.stream.name,
+        source=c.source,
+        world=run.stream.world,
+        backbone=run.backbone,
+        evaluation=settings,
+    )
     if c.source == "mini":
         from himalaya_hest.streams.mini_world import WORLD_VERSION
         out["world_version"] = WORLD_VERSION
-    if read := {t.name: r for t in run.stream.tasks if (r := run.source.revisions(t))}: out["revisions"] = read
+    if read := {t.name: r for t in run.stream.tasks if (r := run.source.revisions(t))}:
+        out["revisions"] = read
     digest = lambda of: world_digest(run.stream, run.source, run.backbone, of, c.cache_dir)
     if c.instructions != "own": out |= dict(instructions=c.instructions, base_digest=digest(base))
-    if c.training["eval_steps"]: out["development"] = development_digest(run.stream, run.source, e["max_development_rows"], c.cache_dir)
+    if c.training["eval_steps"]:
+        out["development"] = development_digest(
+            run.stream, run.source, e["max_development_rows"], c.cache_dir
+        )
     return out | dict(digest=digest(settings))
 
+# %% ../../nbs/jobs/03_run.ipynb #149c674e
 def development_digest(
     stream: Stream,
     source,
     max_rows: int, # of a task
     cache_dir, # where notes of the splits lie
 ) -> str:
-    "SHA-256 over the rows by which training was stopped; they decide about a model, not about what its scores mean, and so are no part of the world's digest."
-    return digest_of([split_note(t, source, "development", max_rows, cache_dir)["digest"] for t in sorted(stream.tasks, key=lambda t: t.name)])
+    """SHA-256 over the rows by which training was stopped; they decide about a model, not about
+    what its scores mean, and so are no part of the world's digest."""
+    return digest_of(
+        [
+            split_note(t, source, "development", max_rows, cache_dir)["digest"]
+            for t in sorted(stream.tasks, key=lambda t: t.name)
+        ]
+    )
 
+# %% ../../nbs/jobs/03_run.ipynb #4738e5ad
 def task_info(run: ContinualRun) -> list[dict]: # per task, in the order trained
     "What tables say about each task."
     from himalaya_hest.measures.text import chance_level
     out = []
-    trained = run.lessons if run.config.protocol in IN_SEQUENCE else [run.data[n] for n in run.order]
+    trained = (
+        run.lessons if run.config.protocol in IN_SEQUENCE else [run.data[n] for n in run.order]
+    )
     ends = [h["step"] for h in run.position.history if "just_learned" in h]
     taken = dict(zip(run.order, np.diff([0, *ends]).tolist())) if run.stopping else {}
-    for t, e, lesson in zip((run.data[n].task for n in run.order), (run.data[n].evaluation for n in run.order), trained):
-        out.append(dict(name=t.name, kind=t.kind, metric=t.metric, languages=list(t.languages), group=getattr(t, "group", None),
-                        shared_instruction=getattr(t, "shared_instruction", None), chance=chance_level(t.metric, e.labels, [list(r) for r in e.references]),
-                        steps=taken[t.name] if taken else steps_of_task(lesson.n_batches, run.config.training) if lesson.train is not None else 0))
+    for t, e, lesson in zip(
+        (run.data[n].task for n in run.order), (run.data[n].evaluation for n in run.order), trained
+    ):
+        out.append(
+            dict(
+                name=t.name,
+                kind=t.kind,
+                metric=t.metric,
+                languages=list(t.languages),
+                group=getattr(t, "group", None),
+                shared_instruction=getattr(t, "shared_instruction", None),
+                chance=chance_level(t.metric, e.labels, [list(r) for r in e.references]),
+                steps=(
+                    taken[t.name]
+                    if taken
+                    else (
+                        steps_of_task(lesson.n_batches, run.config.training)
+                        if lesson.train is not None
+                        else 0
+                    )
+                ),
+            )
+        )
     return out
 
 # %% ../../nbs/jobs/03_run.ipynb #6b9cd328
 def peak_memory_mb() -> float: # 1 MB = 10⁶ bytes
     "The most memory that this process has held."
-    with contextlib.suppress(OSError): # Linux, where getrusage would give the parent's where that is larger
-        return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e6
+    # Linux, where getrusage would give the parent's where that is larger
+    with contextlib.suppress(OSError):
+        return (
+            int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+            * 1024
+            / 1e6
+        )
     import resource # not on Windows
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if platform.system() == "Darwin" else 1e6 / 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        1e6 if platform.system() == "Darwin" else 1e6 / 1024
+    )
 
+# %% ../../nbs/jobs/03_run.ipynb #9bac49f1
 def make_record(run: ContinualRun) -> dict:
     "The record of a finished run."
     c, p = run.config, run.position
@@ -748,12 +1376,57 @@ def make_record(run: ContinualRun) -> dict:
     if c.protocol == "zero_shot": sizes = {}
     adapter_mb = sum(sizes.values()) / 1e6 * (len(run.order) if c.protocol == "single" else 1)
     longest = max((run.data[n].evaluation for n in run.order), key=lambda e: len(e.prompts))
-    overhead = None if c.protocol in ("single", "zero_shot") else cpu_latency_overhead(run.adapter, longest, run.tokenizer, c.evaluation["latency_pairs"], c.evaluation["latency_new_tokens"])
-    summary = continual_summary(matrix) | dict(adapter_mb=adapter_mb, serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0., cpu_latency_overhead=overhead,
-        wall_s=round(run.wall_s(), 2), peak_memory_mb=round(peak_memory_mb(), 1)) | energy_summary(run)
-    return dict(run_id=c.run_id, role=c.role, config=asdict(c), summary=summary, matrix=matrix, tasks=run.order, history=p.history, world=run.world,
-                versions=versions(), device=device_info(run.adapter.model), code_version=code_version(), method_versions=method_versions(c.adapter), scores=p.scores, bytes=sizes, kept_bytes=p.kept_bytes, dictionary=p.life, confusion=p.confusion, task_info=task_info(run),
-                row_values={n: [v for _, v in p.rows[n]] for n in run.order}, faults=dict(skipped_steps=p.skipped_steps) | faults_of(run), nondeterministic_kernels=kernels_of(run), searched=searched_defaults(c.adapter, c.preset, c.scale)) | final_part(run) | ({"energy": p.energy["details"]} if p.energy else {}) | ({"code_execution": run.sandbox} if run.sandbox else {})
+    overhead = (
+        None
+        if c.protocol in ("single", "zero_shot")
+        else cpu_latency_overhead(
+            run.adapter,
+            longest,
+            run.tokenizer,
+            c.evaluation["latency_pairs"],
+            c.evaluation["latency_new_tokens"],
+        )
+    )
+    summary = (
+        continual_summary(matrix)
+        | dict(
+            adapter_mb=adapter_mb,
+            serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0.0,
+            cpu_latency_overhead=overhead,
+            wall_s=round(run.wall_s(), 2),
+            peak_memory_mb=round(peak_memory_mb(), 1),
+        )
+        | energy_summary(run)
+    )
+    return (
+        dict(
+            run_id=c.run_id,
+            role=c.role,
+            config=asdict(c),
+            summary=summary,
+            matrix=matrix,
+            tasks=run.order,
+            history=p.history,
+            world=run.world,
+            versions=versions(),
+            device=device_info(run.adapter.model),
+            code_version=code_version(),
+            method_versions=method_versions(c.adapter),
+            scores=p.scores,
+            bytes=sizes,
+            kept_bytes=p.kept_bytes,
+            dictionary=p.life,
+            confusion=p.confusion,
+            task_info=task_info(run),
+            row_values={n: [v for _, v in p.rows[n]] for n in run.order},
+            faults=dict(skipped_steps=p.skipped_steps) | faults_of(run),
+            nondeterministic_kernels=kernels_of(run),
+            searched=searched_defaults(c.adapter, c.preset, c.scale),
+        )
+        | final_part(run)
+        | ({"energy": p.energy["details"]} if p.energy else {})
+        | ({"code_execution": run.sandbox} if run.sandbox else {})
+    )
 
 # %% ../../nbs/jobs/03_run.ipynb #5e29327b
 @contextlib.contextmanager
@@ -762,7 +1435,8 @@ def _logged(folder):
     handler, show = logging.FileHandler(folder/"run.log", encoding="utf-8"), warnings.showwarning
     def log_warning(message, category, *args, **kw):
         log.warning("%s: %s", category.__name__, message)
-        if issubclass(category, (DataWarning, CheckpointWarning)): show(message, category, *args, **kw)
+        if issubclass(category, (DataWarning, CheckpointWarning)):
+            show(message, category, *args, **kw)
     warnings.showwarning = log_warning
     handler.setFormatter(ScrubbedFormatter("%(asctime)s %(levelname)s %(message)s"))
     level = log.level
@@ -770,7 +1444,11 @@ def _logged(folder):
     states = random_states()
     try: yield
     except (KeyboardInterrupt, Terminated) as e:
-        log.info("stopped by %s; the same command goes on", signal.Signals(e.code - 128).name if isinstance(e, Terminated) else "an interrupt"); raise
+        log.info(
+            "stopped by %s; the same command goes on",
+            signal.Signals(e.code - 128).name if isinstance(e, Terminated) else "an interrupt",
+        )
+        raise
     except GivenUp as e:
         log.info("given up: %s", e); raise
     except BaseException:
@@ -785,26 +1463,46 @@ def fetch_data(
 ) -> dict: # task → its rows, as a run reads them
     "Download and tokenise all rows of a run into its cache."
     tokenizer = load_tokenizer(config.model, config.model_revision)
-    length = min(config.training["max_length"] or 1024, model_config(config.model, config.model_revision).max_position_embeddings)
+    length = min(
+        config.training["max_length"] or 1024,
+        model_config(config.model, config.model_revision).max_position_embeddings,
+    )
     stream = stream_of(config)
-    return load_tasks(config, stream, get_source(config.source, config.data_dir or None, stream.world, config.cache_dir), as_asked(tokenizer, config.chat_template), length)
+    return load_tasks(
+        config,
+        stream,
+        get_source(config.source, config.data_dir or None, stream.world, config.cache_dir),
+        as_asked(tokenizer, config.chat_template),
+        length,
+    )
 
 # %% ../../nbs/jobs/03_run.ipynb #7577dee7
 def _hook_names(given, hooks):
     "Class names of the hooks; `ValueError` for what is no hook, and where a run file names others."
     for h in hooks:
-        if not isinstance(h, StreamHooks): raise ValueError(f"hooks has {h!r}, expected instances of StreamHooks" + (f": give {h.__name__}(...)" if isinstance(h, type) else ""))
+        if not isinstance(h, StreamHooks):
+            raise ValueError(
+                f"hooks has {h!r}, expected instances of StreamHooks"
+                + (f": give {h.__name__}(...)" if isinstance(h, type) else "")
+            )
     names = [type(h).__name__ for h in hooks]
-    if given.get("hooks") and given["hooks"] != names: raise ValueError(f"this run is driven by the hooks {given['hooks']}, but run_continual was given {names}: pass hooks=[...] of those classes")
+    if given.get("hooks") and given["hooks"] != names:
+        raise ValueError(
+            f"this run is driven by the hooks {given['hooks']}, but run_continual was "
+            f"given {names}: pass hooks=[...] of those classes"
+        )
     return names
 
+# %% ../../nbs/jobs/03_run.ipynb #fbe694ab
 def run_continual(
     config: RunConfig | dict, # parameters by name; see `RunConfig`
     quiet: bool = False, # without progress bars
     hooks: tuple = (), # StreamHooks of one's own, fresh instances
-    on_task: Callable[[int, float], None] | None = None, # told of the number of tasks learned and their mean score; may raise
+    # told of the number of tasks learned and their mean score; may raise
+    on_task: Callable[[int, float], None] | None = None,
 ) -> dict: # the record, as in record.json; with dry_run the plan alone
-    "Run one adapter over one stream, or take up or show what is there; writes `{results_dir}/{run_id}/`. With `dry_run` nothing runs and nothing is written."
+    """Run one adapter over one stream, or take up or show what is there; writes
+    `{results_dir}/{run_id}/`. With `dry_run` nothing runs and nothing is written."""
     start_processes()
     given = config if isinstance(config, dict) else asdict(config)
     if given.get("dry_run") not in (None, False, "false"):
@@ -821,14 +1519,34 @@ def run_continual(
             record = Record(_shown(finished, config, on_task))
             others.say(json.dumps(dict(record=record)).encode())
             return record
-        with Interrupts() as interrupts, locked(finished.parent.with_name(f".{config.run_id}.lock"), wait=found is not None) as lock:
+        with (
+            Interrupts() as interrupts,
+            locked(
+                finished.parent.with_name(f".{config.run_id}.lock"), wait=found is not None
+            ) as lock,
+        ):
             if lock.waited and finished.exists(): # by another worker of the same search
                 record = read_record(finished)
                 others.say(json.dumps(dict(record=record)).encode())
                 return record
             folder = claim_folder(config)
             others.say(b"{}")
-            with _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL), deterministic_kernels() as kernels: return Record(_run(config, folder, found, quiet, hooks, on_task, ProcessState(interrupts, lock.check, kernels)))
+            with (
+                _logged(folder),
+                telling_refusals(folder, kept=_KEPT, of=FULL),
+                deterministic_kernels() as kernels,
+            ):
+                return Record(
+                    _run(
+                        config,
+                        folder,
+                        found,
+                        quiet,
+                        hooks,
+                        on_task,
+                        ProcessState(interrupts, lock.check, kernels),
+                    )
+                )
 
 # %% ../../nbs/jobs/03_run.ipynb #7a57b449
 def _shown(finished, config, on_task):
@@ -841,62 +1559,129 @@ def _shown(finished, config, on_task):
     if is_mirrored(record, config): return record
     with _logged(finished.parent): return mirror(record, config, finished.parent)
 
+# %% ../../nbs/jobs/03_run.ipynb #4d31df04
 def _follow(config, hooks):
     "A process that is not the first: it shares the work, writes nothing and says nothing."
     if "record" in (word := json.loads(followed())): return Record(word["record"])
     handler = logging.NullHandler()
     log.addHandler(handler)
     try:
-        with Interrupts() as interrupts, warnings.catch_warnings(), deterministic_kernels() as kernels:
+        with (
+            Interrupts() as interrupts,
+            warnings.catch_warnings(),
+            deterministic_kernels() as kernels,
+        ):
             warnings.simplefilter("ignore")
-            return Record(_recorded(config, None, None, True, hooks, None, NoTracker(), ProcessState(interrupts, kernels=kernels)))
+            return Record(
+                _recorded(
+                    config,
+                    None,
+                    None,
+                    True,
+                    hooks,
+                    None,
+                    NoTracker(),
+                    ProcessState(interrupts, kernels=kernels),
+                )
+            )
     finally: log.removeHandler(handler)
 
 _KEPT = "The last checkpoint is whole, if there was one: the same command goes on from it."
 
 # %% ../../nbs/jobs/03_run.ipynb #637cea45
 def _check_mirror(config, given):
-    "Before anything runs: no secret among the parameters, and a tracker that can be opened, where something is left to be sent."
+    """Before anything runs: no secret among the parameters, and a tracker that can be opened, where
+    something is left to be sent."""
     check_secrets(config)
-    if (tracker := given.get("tracker") or "off") != config.tracker: print(f"mode 'trial' has no tracker: {tracker!r} is off")
+    if (tracker := given.get("tracker") or "off") != config.tracker:
+        print(f"mode 'trial' has no tracker: {tracker!r} is off")
     finished = Path(config.results_dir)/config.run_id/"record.json"
-    if config.overwrite or not finished.exists() or not is_mirrored(read_record(finished), config): check_tracker(config)
+    if config.overwrite or not finished.exists() or not is_mirrored(read_record(finished), config):
+        check_tracker(config)
 
+# %% ../../nbs/jobs/03_run.ipynb #57d4bc18
 def _searched(config, quiet):
-    "The config with the best setting of its search in place, and the search's record, where it asks for one."
+    """The config with the best setting of its search in place, and the search's record, where it
+    asks for one."""
     if not config.n_trials: return config, None
-    if config.hooks: raise ValueError(f"parameter n_trials = {config.n_trials}, but hooks of one's own cannot be made afresh for each trial; search without them, or give their settings yourself")
-    with telling_refusals(Path(config.results_dir), kept="What was tried is kept: the same command goes on from there.", of=FULL):
-        found = search(config, lambda parameters, on_task: run_continual(parameters, quiet=True, on_task=on_task), quiet=quiet)
+    if config.hooks:
+        raise ValueError(
+            f"parameter n_trials = {config.n_trials}, but hooks of one's own cannot be "
+            "made afresh for each trial; search without them, or give their settings "
+            "yourself"
+        )
+    with telling_refusals(
+        Path(config.results_dir),
+        kept="What was tried is kept: the same command goes on from there.",
+        of=FULL,
+    ):
+        found = search(
+            config,
+            lambda parameters, on_task: run_continual(parameters, quiet=True, on_task=on_task),
+            quiet=quiet,
+        )
     return resolve(with_setting(config, found["best"]["setting"])), found
 
+# %% ../../nbs/jobs/03_run.ipynb #9764126a
 def _same_input(record, config):
     "Refuse to show a finished run whose stream file or data have changed since."
     stream, world = stream_of(config), record.get("world") or {}
     if lost := {"digest", "backbone", "evaluation"} - world.keys():
-        raise ValueError(f"the record of run {config.run_id} does not say its world's {', '.join(sorted(lost))}: it was changed; delete the run's folder, or overwrite=True, and run it again")
+        raise ValueError(
+            f"the record of run {config.run_id} does not say its world's "
+            f"{', '.join(sorted(lost))}: it was changed; delete the run's folder, or "
+            "overwrite=True, and run it again"
+        )
     source = get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
-    worded = instructions_setting(stream, config.instructions, config.stream).get("instructions") == world["evaluation"].get("instructions")
-    chosen = "development" not in world or development_digest(stream, source, config.evaluation["max_development_rows"], config.cache_dir) == world["development"]
-    if not worded or not chosen or world_digest(stream, source, world["backbone"], world["evaluation"], config.cache_dir) != world["digest"]:
-        raise ValueError(f"run {config.run_id} is finished, but its stream file or its data have changed since: give another run_id, or overwrite=True to run it again")
+    worded = instructions_setting(stream, config.instructions, config.stream).get(
+        "instructions"
+    ) == world["evaluation"].get("instructions")
+    chosen = (
+        "development" not in world
+        or development_digest(
+            stream, source, config.evaluation["max_development_rows"], config.cache_dir
+        )
+        == world["development"]
+    )
+    if (
+        not worded
+        or not chosen
+        or world_digest(stream, source, world["backbone"], world["evaluation"], config.cache_dir)
+        != world["digest"]
+    ):
+        raise ValueError(
+            f"run {config.run_id} is finished, but its stream file or its data have "
+            "changed since: give another run_id, or overwrite=True to run it again"
+        )
 
 # %% ../../nbs/jobs/03_run.ipynb #d63fa93b
 def _run(config, folder, found, quiet, hooks, on_task, process):
     tracker = open_tracker(config, folder)
     try:
-        with telling_memory(asdict(config), lambda: process.doing): record = _recorded(config, folder, found, quiet, hooks, on_task, tracker, process)
+        with telling_memory(asdict(config), lambda: process.doing):
+            record = _recorded(config, folder, found, quiet, hooks, on_task, tracker, process)
     except BaseException: tracker.stop(); raise
     if tracker.mode == "off": return record
     tracker.finish(record)
     return _write_record(folder, record | dict(tracker=tracker.told()))
 
+# %% ../../nbs/jobs/03_run.ipynb #ffaf0268
 def _write_record(folder, record):
-    write_atomic(folder/"record.json", scrub(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)) + "\n")
+    write_atomic(
+        folder / "record.json",
+        scrub(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)) + "\n",
+    )
     return record
 
+# %% ../../nbs/jobs/03_run.ipynb #1efe655f
 def _recorded(config, folder, found, quiet, hooks, on_task, tracker, process):
-    log.info("run %s: adapter %s, preset %s, protocol %s", config.run_id, config.adapter, config.preset, config.protocol)
+    log.info(
+        "run %s: adapter %s, preset %s, protocol %s",
+        config.run_id,
+        config.adapter,
+        config.preset,
+        config.protocol,
+    )
     run = ContinualRun(config, quiet, hooks, on_task, process)
     run.tracker, process.doing = tracker, "evaluation"
     run.accelerator = start_processes()
@@ -915,13 +1700,23 @@ def _recorded(config, folder, found, quiet, hooks, on_task, tracker, process):
 def _concluded(run, folder, found, tracker):
     "What one process does at the end: measure, and write what a run leaves behind."
     evaluate_energy(run)
-    config, record = run.config, make_record(run) | ({"search": found} if found else {}) | dict(tracker=tracker.told())
+    config, record = run.config, make_record(run) | ({"search": found} if found else {}) | dict(
+        tracker=tracker.told()
+    )
     if config.protocol not in ("single", "zero_shot"):
         save_adapter(run.adapter.model, folder/"adapter")
-        sync_tree(folder/"adapter") # a record that says finished never stands beside files that a power cut has emptied
+        # a record that says finished never stands beside files that a power cut has emptied
+        sync_tree(folder/"adapter")
     write_predictions(run)
     _write_record(folder, record)
     shutil.rmtree(folder/"checkpoints", ignore_errors=True)
     (folder/"progress.json").unlink(missing_ok=True)
-    log.info("finished in %.1f s: %s", record["summary"]["wall_s"], {k: record["summary"][k] for k in ("retained_accuracy_auc", "average_accuracy", "average_forgetting")})
+    log.info(
+        "finished in %.1f s: %s",
+        record["summary"]["wall_s"],
+        {
+            k: record["summary"][k]
+            for k in ("retained_accuracy_auc", "average_accuracy", "average_forgetting")
+        },
+    )
     return record

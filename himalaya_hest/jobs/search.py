@@ -19,7 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Callable, Iterable
 
-from ..running.config import _STORAGE, RunConfig, energy_training, parameters_digest, resolve
+from himalaya_hest.running.config import (
+    _STORAGE, RunConfig, energy_training, parameters_digest, resolve,
+)
 from ..compare.pairs import read_grid
 from ..measures.records import Table
 from ..adapters.registry import parse_adapter, start_training
@@ -33,35 +35,77 @@ def _log(low, high, start): return dict(low=low, high=high, log=True, start=star
 def _linear(low, high, start): return dict(low=low, high=high, log=False, start=start)
 def _any(choices, start): return dict(choices=choices, start=start)
 
-LR, DECAY, BETA2, LAMBDA = "training.learning_rate", "training.weight_decay", "training.adam_beta2", "ewc.strength"
+LR, DECAY, BETA2, LAMBDA = (
+    "training.learning_rate",
+    "training.weight_decay",
+    "training.adam_beta2",
+    "ewc.strength",
+)
 TAU, ALPHA, FACTORS = "adapter_config.temperature", "adapter_config.dual_rate", "adapter_config.k"
 FOUNDING_LAMBDA = 1e-2, 1.
-_OURS = {LR: _log(3e-3, 3e-2, 1e-2), "adapter_config.gamma": _log(2., 16., 4.), "adapter_config.vector_rate": _log(20., 180., 60.)}
-_TREE = {"adapter_config.tau": _linear(.75, .9, .8), "adapter_config.kd_fanout": _any([4, 8, 16], 8), "adapter_config.initial_temperature": _linear(.5, 2., 1.)}
+_OURS = {
+    LR: _log(3e-3, 3e-2, 1e-2),
+    "adapter_config.gamma": _log(2.0, 16.0, 4.0),
+    "adapter_config.vector_rate": _log(20.0, 180.0, 60.0),
+}
+_TREE = {
+    "adapter_config.tau": _linear(0.75, 0.9, 0.8),
+    "adapter_config.kd_fanout": _any([4, 8, 16], 8),
+    "adapter_config.initial_temperature": _linear(0.5, 2.0, 1.0),
+}
 _USUAL = {LR: _log(1e-4, 5e-2, 5e-3), BETA2: _any([.95, .999], .999)}
 _EWC = {LAMBDA: _log(1e-2, 1e3, .3)}
-SPACES = { # of the mini scale; "method", "method+ewc" or "method:preset"
+SPACES = {  # of the mini scale; "method", "method+ewc" or "method:preset"
     "himalaya": _OURS,
-    "himalaya:published": {LR: _log(1e-4, 5e-2, 5e-3), **_TREE, DECAY: _linear(0., .01, 0.)},
-    "himalaya:published_gain": {LR: _log(1e-4, 5e-2, 5e-3), **_TREE, DECAY: _linear(0., .01, 0.)},
-    "lora-bank": {LR: _log(3e-3, 1e-1, 1e-2), "adapter_config.gamma": _log(2., 16., 8.), "adapter_config.vector_rate": _log(20., 180., 60.)},
-    "olora": _USUAL | {"adapter_config.orthogonality": _log(1e-2, 1e2, .5)},
-    "gpm-lora": _USUAL | {"adapter_config.energy": _linear(.9, .995, .97)},
+    "himalaya:published": {LR: _log(1e-4, 5e-2, 5e-3), **_TREE, DECAY: _linear(0.0, 0.01, 0.0)},
+    "himalaya:published_gain": {
+        LR: _log(1e-4, 5e-2, 5e-3),
+        **_TREE,
+        DECAY: _linear(0.0, 0.01, 0.0),
+    },
+    "lora-bank": {
+        LR: _log(3e-3, 1e-1, 1e-2),
+        "adapter_config.gamma": _log(2.0, 16.0, 8.0),
+        "adapter_config.vector_rate": _log(20.0, 180.0, 60.0),
+    },
+    "olora": _USUAL | {"adapter_config.orthogonality": _log(1e-2, 1e2, 0.5)},
+    "gpm-lora": _USUAL | {"adapter_config.energy": _linear(0.9, 0.995, 0.97)},
     "lilac+ewc": _USUAL | _EWC | {"adapter_config.rank": _any([4, 8], 4)},
 }
 FOUNDING = {
-    "": {LR: _log(1e-5, 3e-4, 1e-4), DECAY: _linear(0., .01, 0.)},
+    "": {LR: _log(1e-5, 3e-4, 1e-4), DECAY: _linear(0.0, 0.01, 0.0)},
     "himalaya": _OURS,
-    "himalaya:published": {LR: _log(1e-5, 3e-4, 2e-4), **_TREE, DECAY: _linear(0., .01, 1e-3)},
-    "himalaya:published_gain": {LR: _log(1e-5, 3e-4, 2e-4), **_TREE, DECAY: _linear(0., .01, 1e-3)},
-    "lora-bank": {LR: _log(3e-3, 1e-1, 1e-2), "adapter_config.gamma": _log(2., 16., 8.), "adapter_config.vector_rate": _log(20., 180., 60.)},
-    "lilac+ewc": {LR: _log(1e-5, 3e-4, 1e-4), "adapter_config.rank": _any([4, 8], 4), LAMBDA: _log(*FOUNDING_LAMBDA, .4), DECAY: _linear(0., .01, 0.)},
+    "himalaya:published": {LR: _log(1e-5, 3e-4, 2e-4), **_TREE, DECAY: _linear(0.0, 0.01, 1e-3)},
+    "himalaya:published_gain": {
+        LR: _log(1e-5, 3e-4, 2e-4),
+        **_TREE,
+        DECAY: _linear(0.0, 0.01, 1e-3),
+    },
+    "lora-bank": {
+        LR: _log(3e-3, 1e-1, 1e-2),
+        "adapter_config.gamma": _log(2.0, 16.0, 8.0),
+        "adapter_config.vector_rate": _log(20.0, 180.0, 60.0),
+    },
+    "lilac+ewc": {
+        LR: _log(1e-5, 3e-4, 1e-4),
+        "adapter_config.rank": _any([4, 8], 4),
+        LAMBDA: _log(*FOUNDING_LAMBDA, 0.4),
+        DECAY: _linear(0.0, 0.01, 0.0),
+    },
 }
 
 # %% ../../nbs/jobs/01_search.ipynb #d2f2bee8
 _NOISE, _PRICE = {TAU: _linear(.4, 1., 2 / 3)}, {ALPHA: _log(.01, .2, .05)}
-GATED = {"hest": {FACTORS: _any([16, 32, 64], 32)} | _NOISE | _PRICE, "tabs": _NOISE, "bhsp": _NOISE | _PRICE} | dict.fromkeys(("spectral", "int8", "random-mask", "depth-mask"), {}) # beside the learning rate, at every scale
-_BATCHES = {"training.per_device_train_batch_size": _any([2, 4], 4), "training.gradient_accumulation_steps": _any([4, 8, 16], 8)}
+# beside the learning rate, at every scale
+GATED = {
+    "hest": {FACTORS: _any([16, 32, 64], 32)} | _NOISE | _PRICE,
+    "tabs": _NOISE,
+    "bhsp": _NOISE | _PRICE,
+} | dict.fromkeys(("spectral", "int8", "random-mask", "depth-mask"), {})
+_BATCHES = {
+    "training.per_device_train_batch_size": _any([2, 4], 4),
+    "training.gradient_accumulation_steps": _any([4, 8, 16], 8),
+}
 
 # %% ../../nbs/jobs/01_search.ipynb #c745968d
 def search_space(
@@ -74,11 +118,18 @@ def search_space(
     method, with_ewc = parse_adapter(adapter)
     name = f"{method}:{preset}" if preset != "default" else adapter.lower()
     table = SPACES if scale == "mini" else FOUNDING
-    rate = (start_training(adapter, preset, scale) | energy_training(adapter, preset, scale, study))["learning_rate"]
+    rate = (
+        start_training(adapter, preset, scale) | energy_training(adapter, preset, scale, study)
+    )["learning_rate"]
     if method in GATED or (study != "continual25" and scale != "mini"):
-        return ({LR: _log(1e-4, 5e-2, rate), BETA2: _USUAL[BETA2]} if scale == "mini" else {LR: _log(1e-5, 5e-4, rate)} | _BATCHES) | GATED.get(method, {})
+        return (
+            {LR: _log(1e-4, 5e-2, rate), BETA2: _USUAL[BETA2]}
+            if scale == "mini"
+            else {LR: _log(1e-5, 5e-4, rate)} | _BATCHES
+        ) | GATED.get(method, {})
     if name in table: return dict(table[name])
-    if scale != "mini": return FOUNDING[""] | ({LAMBDA: _log(*FOUNDING_LAMBDA, .4)} if with_ewc else {})
+    if scale != "mini":
+        return FOUNDING[""] | ({LAMBDA: _log(*FOUNDING_LAMBDA, .4)} if with_ewc else {})
     first = _USUAL | {LR: _log(1e-4, 5e-2, rate)}
     return first | (_EWC if with_ewc else {})
 
@@ -88,44 +139,88 @@ def check_space(
     config: RunConfig, # of the run
 ) -> dict: # the same, complete: every parameter has `start` and `log`
     "`ValueError` for a space that cannot be searched."
-    if not space: raise ValueError("parameter search.space is empty: name at least one parameter, for instance {training.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}}")
+    if not space:
+        raise ValueError(
+            "parameter search.space is empty: name at least one parameter, for instance "
+            "{training.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}}"
+        )
     out = {name: _checked_range(name, given) for name, given in space.items()}
-    resolve(with_setting(config, {name: r["start"] for name, r in out.items()}, n_trials=0, search={}))
+    resolve(
+        with_setting(config, {name: r["start"] for name, r in out.items()}, n_trials=0, search={})
+    )
     return out
 
+# %% ../../nbs/jobs/01_search.ipynb #bc875077
 def space_of(config: RunConfig) -> dict: # checked
     "The space that a run asks for, or its adapter's."
-    return check_space(config.search["space"] or search_space(config.adapter, config.preset, config.scale, config.study), config)
+    return check_space(
+        config.search["space"]
+        or search_space(config.adapter, config.preset, config.scale, config.study),
+        config,
+    )
 
+# %% ../../nbs/jobs/01_search.ipynb #d67e71a7
 def _checked_range(name, given):
     known = ("low", "high", "log", "start", "choices")
-    if not isinstance(given, dict): raise ValueError(f"parameter search.space has {given!r} for {name}, expected {{low, high, log}} or {{choices}}")
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"parameter search.space has {given!r} for {name}, expected {{low, high, log}} "
+            f"or {{choices}}"
+        )
     for key in given:
-        if key not in known: raise ValueError(f"parameter search.space.{name} has the unknown key {key!r}{nearest(key, known)} Known: {', '.join(known)}")
+        if key not in known:
+            raise ValueError(
+                f"parameter search.space.{name} has the unknown key "
+                f"{key!r}{nearest(key, known)} Known: {', '.join(known)}"
+            )
     if "choices" in given:
         choices = given["choices"]
-        if not isinstance(choices, (list, tuple)) or not choices: raise ValueError(f"parameter search.space.{name} has choices {choices!r}, expected a list")
+        if not isinstance(choices, (list, tuple)) or not choices:
+            raise ValueError(
+                f"parameter search.space.{name} has choices {choices!r}, expected a list"
+            )
         return dict(choices=list(choices), start=given.get("start", choices[0]))
     low, high = given.get("low"), given.get("high")
-    if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in (low, high)) or not low < high or (given.get("log") and low <= 0):
-        raise ValueError(f"parameter search.space.{name} goes from {low!r} to {high!r}; expected two numbers, the first smaller" + (", both positive (log)" if given.get("log") else ""))
+    if (
+        not all(
+            isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
+            for v in (low, high)
+        )
+        or not low < high
+        or (given.get("log") and low <= 0)
+    ):
+        raise ValueError(
+            f"parameter search.space.{name} goes from {low!r} to {high!r}; expected two "
+            "numbers, the first smaller" + (", both positive (log)" if given.get("log") else "")
+        )
     scale = bool(given.get("log", False))
-    return dict(low=low, high=high, log=scale, start=given.get("start", type(low)(math.sqrt(low * high) if scale else (low + high) / 2)))
+    return dict(
+        low=low,
+        high=high,
+        log=scale,
+        start=given.get("start", type(low)(math.sqrt(low * high) if scale else (low + high) / 2)),
+    )
 
 # %% ../../nbs/jobs/01_search.ipynb #3df714cf
 class GivenUp(Exception):
     "A trial that fell behind."
 
+# %% ../../nbs/jobs/01_search.ipynb #e0ab2297
 def with_setting(
     config: RunConfig, # resolved
     setting: dict, # dotted parameter → value
     **changed, # fields of the run
 ) -> dict: # parameters, to be resolved
-    "The parameters of a run with some values in their places; `ValueError` for a name of another form."
+    """The parameters of a run with some values in their places; `ValueError` for a name of another
+    form."""
     out = asdict(config) | changed
     for name, value in setting.items():
         group, dot, inner = name.partition(".")
-        if group not in ("training", "ewc", "adapter_config") or not inner: raise ValueError(f"parameter search.space has {name!r}; expected names such as training.learning_rate, ewc.strength, adapter_config.r")
+        if group not in ("training", "ewc", "adapter_config") or not inner:
+            raise ValueError(
+                f"parameter search.space has {name!r}; expected names such as "
+                "training.learning_rate, ewc.strength, adapter_config.r"
+            )
         out[group] = out[group] | {inner: value}
     return out
 
@@ -136,21 +231,43 @@ def study_name(
 ) -> str:
     "The name of a study: the adapter, and a digest of all that decides about a trial's score."
     judged = resolve(_of_trial(config, {n: r["start"] for n, r in space.items()}))
-    told = json.dumps([space, {k: config.search[k] for k in ("seed", "prune")}, parameters_digest(judged, ignore=_STORAGE + ("role",))], sort_keys=True)
+    told = json.dumps(
+        [
+            space,
+            {k: config.search[k] for k in ("seed", "prune")},
+            parameters_digest(judged, ignore=_STORAGE + ("role",)),
+        ],
+        sort_keys=True,
+    )
     return f"{config.adapter}-{config.preset}-{Path(config.search['stream']).stem}-{config.protocol}-{hashlib.sha256(told.encode()).hexdigest()[:6]}"
 
+# %% ../../nbs/jobs/01_search.ipynb #824a1963
 def _of_trial(config, setting, **changed):
     "Parameters of the run that judges a setting."
     s = config.search
     quick = config.evaluation | dict(latency_pairs=0, final_eval_rows=None, after_tasks=None)
     counted_only = config.energy and config.energy | dict(latency_samples=0, energy_meter="none")
-    return with_setting(config, setting, stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", evaluation=quick, energy=counted_only, **({"run_id": "", "seed": s["seed"], "order_seed": s["seed"]} | changed))
+    return with_setting(
+        config,
+        setting,
+        stream=s["stream"],
+        source="",
+        n_tasks=s["n_tasks"],
+        n_trials=0,
+        search={},
+        tracker="off",
+        evaluation=quick,
+        energy=counted_only,
+        **({"run_id": "", "seed": s["seed"], "order_seed": s["seed"]} | changed),
+    )
 
+# %% ../../nbs/jobs/01_search.ipynb #80e7b281
 def cut_torn_line(
     path: str, # of a journal
     lock, # of the journal, with acquire and release
 ) -> None:
-    "Cut off the half line that a full disk or a power cut left at the end; behind it nothing could be read any more."
+    """Cut off the half line that a full disk or a power cut left at the end; behind it nothing
+    could be read any more."""
     lock.acquire()
     try:
         with open(path, "r+b") as f:
@@ -160,6 +277,7 @@ def cut_torn_line(
             f.truncate(len(lines + end))
     finally: lock.release()
 
+# %% ../../nbs/jobs/01_search.ipynb #59a9a5b6
 def open_study(
     folder: Path, # of all searches
     name: str, # of the study
@@ -170,8 +288,12 @@ def open_study(
     folder.mkdir(parents=True, exist_ok=True)
     path = str(folder/f"{name}.journal")
     if Path(path).exists(): cut_torn_line(path, JournalFileOpenLock(path))
-    storage = optuna.storages.JournalStorage(JournalFileBackend(path, lock_obj=JournalFileOpenLock(path)))
-    return optuna.create_study(study_name=name, storage=storage, direction="maximize", load_if_exists=True)
+    storage = optuna.storages.JournalStorage(
+        JournalFileBackend(path, lock_obj=JournalFileOpenLock(path))
+    )
+    return optuna.create_study(
+        study_name=name, storage=storage, direction="maximize", load_if_exists=True
+    )
 
 # %% ../../nbs/jobs/01_search.ipynb #281af0b4
 def sampler_of(
@@ -184,12 +306,22 @@ def sampler_of(
     import optuna
     with warnings.catch_warnings():
         warnings.simplefilter("ignore") # of multivariate, which Optuna calls experimental
-        return optuna.samplers.TPESampler(seed=1000 * seed + number, n_startup_trials=max(3, n_trials // 3), multivariate=True)
+        return optuna.samplers.TPESampler(
+            seed=1000 * seed + number, n_startup_trials=max(3, n_trials // 3), multivariate=True
+        )
 
+# %% ../../nbs/jobs/01_search.ipynb #ed612be2
 def suggest(trial, space: dict) -> dict: # parameter → value
     "A setting for a trial."
-    draw = lambda name, r: trial.suggest_categorical(name, r["choices"]) if "choices" in r else \
-        (trial.suggest_int if isinstance(r["low"], int) and isinstance(r["high"], int) else trial.suggest_float)(name, r["low"], r["high"], log=r["log"])
+    draw = lambda name, r: (
+        trial.suggest_categorical(name, r["choices"])
+        if "choices" in r
+        else (
+            trial.suggest_int
+            if isinstance(r["low"], int) and isinstance(r["high"], int)
+            else trial.suggest_float
+        )(name, r["low"], r["high"], log=r["log"])
+    )
     return {name: draw(name, r) for name, r in space.items()}
 
 # %% ../../nbs/jobs/01_search.ipynb #f28f4ccc
@@ -198,49 +330,67 @@ def take_back(
     leases: Leases, # of this worker
     names: Iterable[str], # of the parameters
 ) -> None:
-    "Give up trials whose process is gone, and queue their settings again; one that was not drawn to its end is drawn anew. For one process at a time."
+    """Give up trials whose process is gone, and queue their settings again; one that was not drawn
+    to its end is drawn anew. For one process at a time."""
     import optuna
     from optuna.trial import TrialState
     for t in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if not leases.take(str(t.number)): continue
         try:
-            setting = t.params if t.params.keys() == set(names) else t.system_attrs.get("fixed_params")
+            setting = (
+                t.params if t.params.keys() == set(names) else t.system_attrs.get("fixed_params")
+            )
             attrs = {k: t.user_attrs.get(k, t.number) for k in ("goes_on", "draw")}
-            queued = [w.user_attrs.get("goes_on") for w in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))]
-            if setting and attrs["goes_on"] not in queued: study.enqueue_trial(setting, user_attrs=attrs) # in the queue already where we were killed right here
+            queued = [
+                w.user_attrs.get("goes_on")
+                for w in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+            ]
+            if setting and attrs["goes_on"] not in queued:
+                # in the queue already where we were killed right here
+                study.enqueue_trial(setting, user_attrs=attrs)
             study.tell(t.number, state=TrialState.FAIL)
         finally: leases.release(str(t.number))
 
+# %% ../../nbs/jobs/01_search.ipynb #8160ed44
 def counted(
     trials: list, # optuna.FrozenTrial
 ) -> list: # those that are part of the search
     "Trials that ended or are on their way; not those that a killed process left."
     import optuna
-    return [t for t in trials if t.state not in (optuna.trial.TrialState.FAIL, optuna.trial.TrialState.WAITING)]
+    return [
+        t
+        for t in trials
+        if t.state not in (optuna.trial.TrialState.FAIL, optuna.trial.TrialState.WAITING)
+    ]
 
 # %% ../../nbs/jobs/01_search.ipynb #325feefd
 def draw_of(trial) -> int:
     "Its number among all settings drawn, which a trial that goes on keeps."
     return trial.user_attrs.get("draw", trial.number)
 
+# %% ../../nbs/jobs/01_search.ipynb #c4862dc9
 def next_trial(
     study, # optuna.Study
     leases: Leases, # of this worker
     config: RunConfig, # resolved
     space: dict, # checked
 ): # (trial, its setting), with its lock held, or None where there are enough
-    "Take the next setting; one that a killed process left comes first. A trial's number among all drawn decides about its draw, so that a search that was killed draws what it would have drawn."
+    """Take the next setting; one that a killed process left comes first. A trial's number among all
+    drawn decides about its draw, so that a search that was killed draws what it would have
+    drawn."""
     with locked(leases.folder/"next.lock", wait=True, tell=log.debug):
         take_back(study, leases, space)
         drawn = {draw_of(t) for t in counted(study.get_trials(deepcopy=False))}
         if len(drawn) >= config.n_trials: return None
         number = next(k for k in range(len(drawn) + 1) if k not in drawn)
-        study.sampler = sampler_of(config.search["seed"], config.n_trials, max(1, number)) # the first is given
+        # the first is given
+        study.sampler = sampler_of(config.search["seed"], config.n_trials, max(1, number))
         trial = study.ask()
         leases.take(str(trial.number))
         if "draw" not in trial.user_attrs: trial.set_user_attr("draw", number)
         return trial, suggest(trial, space)
 
+# %% ../../nbs/jobs/01_search.ipynb #1a6a0d4f
 def others_run(study) -> int:
     "Trials that are on their way."
     import optuna
@@ -249,7 +399,8 @@ def others_run(study) -> int:
 # %% ../../nbs/jobs/01_search.ipynb #b83d91e9
 def search(
     config: RunConfig, # resolved, with n_trials > 0
-    run: Callable[[dict, Callable], dict], # (parameters, on_task) → record; on_task(number of tasks learned, their mean score) may raise
+    # (parameters, on_task) → record; on_task(number of tasks learned, their mean score) may raise
+    run: Callable[[dict, Callable], dict],
     folder: Path | None = None, # of the journals; None: {results_dir}/search
     quiet: bool = False, # print nothing
 ) -> dict: # the study, see `study_record`; its "best" holds the setting
@@ -261,14 +412,26 @@ def search(
     study, place = open_study(folder, name), folder/name
     place.mkdir(exist_ok=True)
     with locked(place/"start.lock", wait=True, tell=log.debug):
-        if not study.get_trials(deepcopy=False): study.enqueue_trial({n: r["start"] for n, r in space.items()})
-    in_time = lambda: config.search["timeout_s"] is None or time.monotonic() - begun < config.search["timeout_s"]
+        if not study.get_trials(deepcopy=False):
+            study.enqueue_trial({n: r["start"] for n, r in space.items()})
+    in_time = (
+        lambda: config.search["timeout_s"] is None
+        or time.monotonic() - begun < config.search["timeout_s"]
+    )
     with Leases(place) as leases:
         while in_time():
-            study.pruner = optuna.pruners.MedianPruner(n_startup_trials=max(3, config.n_trials // 3), n_warmup_steps=2) if config.search["prune"] else optuna.pruners.NopPruner()
+            study.pruner = (
+                optuna.pruners.MedianPruner(
+                    n_startup_trials=max(3, config.n_trials // 3), n_warmup_steps=2
+                )
+                if config.search["prune"]
+                else optuna.pruners.NopPruner()
+            )
             if (taken := next_trial(study, leases, config, space)) is None:
                 if not others_run(study): break
-                time.sleep(LOOK_S); continue # a worker may die, and its trial is then taken over here
+                # a worker may die, and its trial is then taken over here
+                time.sleep(LOOK_S)
+                continue
             trial, setting = taken
             try: _run_trial(study, trial, setting, config, run, place, quiet)
             finally: leases.release(str(trial.number))
@@ -300,14 +463,21 @@ def _run_trial(study, trial, setting, config, run, place, quiet):
     study.tell(trial, value, state=state)
     told = "given up" if value is None else f"{value:.3f}"
     log.info("trial %d of %d, %s: %s", trial.number, config.n_trials, setting, told)
-    if not quiet: print(f"trial {trial.number + 1} of {config.n_trials}: {told} {', '.join(f'{k} {_short(v)}' for k, v in setting.items())}", flush=True)
+    if not quiet:
+        print(
+            f"trial {trial.number + 1} of {config.n_trials}: {told} "
+            f"{', '.join(f'{k} {_short(v)}' for k, v in setting.items())}",
+            flush=True,
+        )
 
+# %% ../../nbs/jobs/01_search.ipynb #45581e5b
 OVERSPENT = 1.05 # times the budget
 
 def _judged(record, parameters):
     "A trial's score, and why it is 0 where a budget was not kept."
     share, budget = record["summary"].get("scope_energy_share"), parameters["e_max"]
-    if share is not None and budget and share > OVERSPENT * budget: return 0., f"a mean scope share of {share:.3f} was spent of a budget of {budget:.3f}"
+    if share is not None and budget and share > OVERSPENT * budget:
+        return 0., f"a mean scope share of {share:.3f} was spent of a budget of {budget:.3f}"
     return record["summary"]["retained_accuracy_auc"], ""
 
 def _short(v): return f"{v:.3g}" if isinstance(v, float) else str(v)
@@ -319,12 +489,21 @@ def finalists(
 ) -> list: # optuna.FrozenTrial, the best first
     "The best trials that ended, and the first trial."
     import optuna
-    ended = sorted(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)), key=lambda t: -t.value)
+    ended = sorted(
+        study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,)),
+        key=lambda t: -t.value,
+    )
     return ended[:n] + [t for t in ended[n:] if draw_of(t) == 0]
 
+# %% ../../nbs/jobs/01_search.ipynb #e81efe92
 def _finals(study, config, run, leases, quiet):
-    "AUC of each finalist over the further pairs; a run of another worker is left to that worker, and looked at again until it has ended or its worker is gone."
-    best, further, out = finalists(study, config.search["finalists"]), range(1, config.search["pairs"]), {}
+    """AUC of each finalist over the further pairs; a run of another worker is left to that worker,
+    and looked at again until it has ended or its worker is gone."""
+    best, further, out = (
+        finalists(study, config.search["finalists"]),
+        range(1, config.search["pairs"]),
+        {},
+    )
     if len(best) < 2 or not further: return {}
     todo = [(t, i) for t in best for i in further]
     while left := [x for x in todo if (x[0].number, x[1]) not in out]:
@@ -334,13 +513,26 @@ def _finals(study, config, run, leases, quiet):
             free = True
             try: out[t.number, i] = _run_final(t, i, config, run, leases.folder)
             finally: leases.release(name)
-            if not quiet: print(f"finalist {t.number + 1}, pair {i + 1} of {config.search['pairs']}: {out[t.number, i]:.3f}", flush=True)
+            if not quiet:
+                print(
+                    f"finalist {t.number + 1}, pair {i + 1} of {config.search['pairs']}: "
+                    f"{out[t.number, i]:.3f}",
+                    flush=True,
+                )
         if not free: time.sleep(LOOK_S)
     return out
 
+# %% ../../nbs/jobs/01_search.ipynb #ba9e6423
 def _run_final(trial, i, config, run, place):
     seed = config.search["seed"] + i
-    parameters = _of_trial(config, trial.params, seed=seed, order_seed=seed, results_dir=str(place), run_id=f"trial-{trial.number}-pair-{i}")
+    parameters = _of_trial(
+        config,
+        trial.params,
+        seed=seed,
+        order_seed=seed,
+        results_dir=str(place),
+        run_id=f"trial-{trial.number}-pair-{i}",
+    )
     try: return _judged(run(parameters, lambda n, retained: None), parameters)[0]
     except FloatingPointError: return 0.
 
@@ -352,18 +544,61 @@ def study_record(
     finals: dict, # (number of a finalist, pair) → its AUC
 ) -> dict: # JSON
     "A search as a record; the best is the finalist with the best mean."
-    rows = [dict(number=t.number, setting=t.params, state=t.state.name.lower(), auc=t.value, curve=[round(x, 4) for x in t.user_attrs.get("curve", [])], wall_s=t.user_attrs.get("wall_s"))
-            | {k: t.user_attrs[k] for k in ("why", "goes_on") if k in t.user_attrs} for t in counted(study.get_trials(deepcopy=False))]
+    rows = [
+        dict(
+            number=t.number,
+            setting=t.params,
+            state=t.state.name.lower(),
+            auc=t.value,
+            curve=[round(x, 4) for x in t.user_attrs.get("curve", [])],
+            wall_s=t.user_attrs.get("wall_s"),
+        )
+        | {k: t.user_attrs[k] for k in ("why", "goes_on") if k in t.user_attrs}
+        for t in counted(study.get_trials(deepcopy=False))
+    ]
     done = [r for r in rows if r["auc"] is not None and r["state"] == "complete"]
-    if not done: raise ValueError(f"none of the {len(rows)} trials of search {study.study_name!r} ended; give it more time (search.timeout_s), or look into the run.log of its trials")
-    judged = {n: [r["auc"]] + [v for (m, _), v in sorted(finals.items()) if m == n] for n, r in ((r["number"], r) for r in done)}
+    if not done:
+        raise ValueError(
+            f"none of the {len(rows)} trials of search {study.study_name!r} ended; give it "
+            "more time (search.timeout_s), or look into the run.log of its trials"
+        )
+    judged = {
+        n: [r["auc"]] + [v for (m, _), v in sorted(finals.items()) if m == n]
+        for n, r in ((r["number"], r) for r in done)
+    }
     for r in done:
         if len(judged[r["number"]]) > 1: r["pairs"] = judged[r["number"]]
     best = max([r for r in done if "pairs" in r] or done, key=lambda r: sum(judged[r["number"]]))
-    world = next((t.user_attrs["world"] for t in study.get_trials(deepcopy=False) if "world" in t.user_attrs), None)
-    return dict(name=study.study_name, adapter=config.adapter, preset=config.preset, protocol=config.protocol, stream=config.search["stream"], n_tasks=config.search["n_tasks"], metric="retained_accuracy_auc", direction="maximise", seed=config.search["seed"],
-                n_trials=len(rows), world=world, space=space, trials=rows, best={k: best[k] for k in ("number", "setting", "auc")} | dict(mean_auc=sum(judged[best["number"]]) / len(judged[best["number"]]), pairs=len(judged[best["number"]])))
+    world = next(
+        (
+            t.user_attrs["world"]
+            for t in study.get_trials(deepcopy=False)
+            if "world" in t.user_attrs
+        ),
+        None,
+    )
+    return dict(
+        name=study.study_name,
+        adapter=config.adapter,
+        preset=config.preset,
+        protocol=config.protocol,
+        stream=config.search["stream"],
+        n_tasks=config.search["n_tasks"],
+        metric="retained_accuracy_auc",
+        direction="maximise",
+        seed=config.search["seed"],
+        n_trials=len(rows),
+        world=world,
+        space=space,
+        trials=rows,
+        best={k: best[k] for k in ("number", "setting", "auc")}
+        | dict(
+            mean_auc=sum(judged[best["number"]]) / len(judged[best["number"]]),
+            pairs=len(judged[best["number"]]),
+        ),
+    )
 
+# %% ../../nbs/jobs/01_search.ipynb #ed9fc53f
 def best_setting(
     found: dict, # record of a search
 ) -> dict[str, dict]: # "training", "ewc", "adapter_config" → parameter → value
@@ -388,8 +623,13 @@ def dead_parameters(
         ends = (r["choices"][0], r["choices"][-1]) if "choices" in r else (r["low"], r["high"])
         runs = []
         for k, end in enumerate(ends):
-            parameters = _of_trial(config, start | {name: end}, results_dir=str(folder), run_id=f"end-{i}-{k}")
-            record = run(parameters | dict(n_tasks=min(n_tasks, config.search["n_tasks"])), lambda n, retained: None)
+            parameters = _of_trial(
+                config, start | {name: end}, results_dir=str(folder), run_id=f"end-{i}-{k}"
+            )
+            record = run(
+                parameters | dict(n_tasks=min(n_tasks, config.search["n_tasks"])),
+                lambda n, retained: None,
+            )
             runs.append(([h.get("train_loss") for h in record["history"]], record["matrix"]))
         out[name] = runs[0] == runs[1]
     return out
@@ -401,6 +641,7 @@ def read_searches(
     "The records of searches; FileNotFoundError where there are none."
     return read_grid(folder, "python bench/search.py")
 
+# %% ../../nbs/jobs/01_search.ipynb #1faa8f85
 def at_edge(
     r: dict, # a range of a space
     value: float,
@@ -412,23 +653,69 @@ def at_edge(
     low, x, high = of(r["low"]), of(value), of(r["high"])
     return min(x - low, high - x) <= share * (high - low)
 
+# %% ../../nbs/jobs/01_search.ipynb #1892779c
 def _best_lambda(found):
     "AUC of the best first pair with λ inside the founding range, and outside of it."
     if LAMBDA not in found["space"]: return None
-    scored = [(FOUNDING_LAMBDA[0] <= t["setting"][LAMBDA] <= FOUNDING_LAMBDA[1], t["auc"]) for t in found["trials"] if t["state"] == "complete"]
-    return " / ".join(f"{max(aucs):.3f}" if (aucs := [a for inside, a in scored if inside == i]) else "none" for i in (True, False))
+    scored = [
+        (FOUNDING_LAMBDA[0] <= t["setting"][LAMBDA] <= FOUNDING_LAMBDA[1], t["auc"])
+        for t in found["trials"]
+        if t["state"] == "complete"
+    ]
+    return " / ".join(
+        f"{max(aucs):.3f}" if (aucs := [a for inside, a in scored if inside == i]) else "none"
+        for i in (True, False)
+    )
 
+# %% ../../nbs/jobs/01_search.ipynb #b3959418
 def _told_setting(found):
-    return ", ".join(f"{n.split('.', 1)[1]} {_short(v)}" + " (edge)" * at_edge(found["space"][n], v) for n, v in found["best"]["setting"].items())
+    return ", ".join(
+        f"{n.split('.', 1)[1]} {_short(v)}" + " (edge)" * at_edge(found["space"][n], v)
+        for n, v in found["best"]["setting"].items()
+    )
 
 def searches_table(
     found: list[dict], # records of searches
 ):
-    "One row a search: trials, mean AUC of the start and of the best over the same pairs, the best setting, the parameters that are dead."
-    called = lambda r: " ".join([r["adapter"]] + [r["preset"]] * (r["preset"] != "default") + [f"({r['protocol']})"] * (r["protocol"] != "sequential"))
+    """One row a search: trials, mean AUC of the start and of the best over the same pairs, the best
+    setting, the parameters that are dead."""
+    called = lambda r: " ".join(
+        [r["adapter"]]
+        + [r["preset"]] * (r["preset"] != "default")
+        + [f"({r['protocol']})"] * (r["protocol"] != "sequential")
+    )
     mean = lambda values: sum(values) / len(values)
-    rows = [[called(r), r["n_trials"], sum(t["state"] == "pruned" for t in r["trials"]), mean(r["trials"][0].get("pairs", [r["trials"][0]["auc"]])), r["best"]["mean_auc"], r["best"]["pairs"],
-             _told_setting(r), _best_lambda(r), ", ".join(n.split(".", 1)[1] for n, dead in r.get("dead", {}).items() if dead) or "none"] for r in found]
+    rows = [
+        [
+            called(r),
+            r["n_trials"],
+            sum(t["state"] == "pruned" for t in r["trials"]),
+            mean(r["trials"][0].get("pairs", [r["trials"][0]["auc"]])),
+            r["best"]["mean_auc"],
+            r["best"]["pairs"],
+            _told_setting(r),
+            _best_lambda(r),
+            ", ".join(n.split(".", 1)[1] for n, dead in r.get("dead", {}).items() if dead)
+            or "none",
+        ]
+        for r in found
+    ]
     first = found[0]
-    return Table(f"Searches on the first {first['n_tasks']} tasks of {first['stream']}; means over n (seed, order) pairs, of the finalists the best mean is taken; λ: the best first pair inside / outside of the founding range {_short(FOUNDING_LAMBDA[0])} to {_short(FOUNDING_LAMBDA[1])}",
-                 ["adapter", "trials", "given up", "AUC at the start", "AUC of the best", "n", "best setting", "AUC by λ", "dead"], sorted(rows, key=lambda r: -r[4]))
+    return Table(
+        f"Searches on the first {first['n_tasks']} tasks of {first['stream']}; means over "
+        "n (seed, order) pairs, of the finalists the best mean is taken; λ: the best "
+        f"first pair inside / outside of the founding range {_short(FOUNDING_LAMBDA[0])} "
+        f"to {_short(FOUNDING_LAMBDA[1])}",
+        [
+            "adapter",
+            "trials",
+            "given up",
+            "AUC at the start",
+            "AUC of the best",
+            "n",
+            "best setting",
+            "AUC by λ",
+            "dead",
+        ],
+        sorted(rows, key=lambda r: -r[4]),
+    )

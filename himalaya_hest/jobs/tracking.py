@@ -35,10 +35,19 @@ log = logging.getLogger("himalaya_hest")
 def _wandb_settings():
     "What W&B's settings files say: the user's, then the working folder's."
     parser = configparser.ConfigParser(interpolation=None)
-    try: parser.read([Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()/"settings", Path("wandb")/"settings"], encoding="utf-8")
+    try:
+        parser.read(
+            [
+                Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+                / "settings",
+                Path("wandb") / "settings",
+            ],
+            encoding="utf-8",
+        )
     except (configparser.Error, OSError, UnicodeDecodeError): return {}
     return dict(parser["default"]) if "default" in parser else {}
 
+# %% ../../nbs/jobs/02_tracking.ipynb #92814777
 def _netrc_key(host):
     "The password of a host in the netrc file."
     for path in [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]:
@@ -47,10 +56,13 @@ def _netrc_key(host):
         if found and found[2]: return found[2]
     return None
 
+# %% ../../nbs/jobs/02_tracking.ipynb #6de3acab
 def wandb_key() -> str | None: # never kept, logged or shown
     "W&B's key, from the environment, the netrc file or W&B's settings."
     settings = _wandb_settings()
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai").netloc
+    host = urlsplit(
+        os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai"
+    ).netloc
     return os.environ.get("WANDB_API_KEY") or _netrc_key(host) or settings.get("api_key") or None
 
 # %% ../../nbs/jobs/02_tracking.ipynb #1b49ea79
@@ -58,38 +70,89 @@ def check_wandb(
     asked: str, # the parameter that wants W&B, for messages
     online: bool = True, # whether something is sent or fetched
 ) -> None:
-    "`ValueError` with the way out where W&B is not installed, has no key, or may not be reached. Sends nothing, writes nothing."
-    if find_spec("wandb") is None: raise ValueError(f"{asked} needs the package wandb, which is not installed: pip install wandb, or leave it out (tracker=off)")
+    """`ValueError` with the way out where W&B is not installed, has no key, or may not be reached.
+    Sends nothing, writes nothing."""
+    if find_spec("wandb") is None:
+        raise ValueError(
+            f"{asked} needs the package wandb, which is not installed: pip install wandb, "
+            "or leave it out (tracker=off)"
+        )
     if not online: return
     if not (wandb_key() or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")):
-        raise ValueError(f"{asked} needs a W&B key, and none was found: `wandb login` once, or set WANDB_API_KEY; or tracker=offline, which writes files to be sent later with `wandb sync`; or tracker=off")
+        raise ValueError(
+            f"{asked} needs a W&B key, and none was found: `wandb login` once, or set "
+            "WANDB_API_KEY; or tracker=offline, which writes files to be sent later with "
+            "`wandb sync`; or tracker=off"
+        )
     if (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "run"):
-        raise ValueError(f"{asked}, but the environment has WANDB_MODE={mode}: unset it, or set tracker to offline or off")
+        raise ValueError(
+            f"{asked}, but the environment has WANDB_MODE={mode}: unset it, or set tracker "
+            "to offline or off"
+        )
 
+# %% ../../nbs/jobs/02_tracking.ipynb #5dc16fac
 def check_tracker(config: RunConfig) -> None:
     "`ValueError` unless the tracker that a run asks for can be opened."
-    if config.tracker != "off": check_wandb(f"tracker {config.tracker!r}", config.tracker == "online")
+    if config.tracker != "off":
+        check_wandb(f"tracker {config.tracker!r}", config.tracker == "online")
 
 # %% ../../nbs/jobs/02_tracking.ipynb #da78013d
 _SECRET_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PAT|CREDENTIAL)S?$", re.I)
 
 def known_secrets() -> list[str]: # the longest first
     "Keys and tokens that this process could write by mistake."
-    telling = lambda v: len(v) >= 16 or len(v) >= 8 and re.search(r"\d", v) and re.search(r"[^\W\d]", v)
+    telling = (
+        lambda v: len(v) >= 16 or len(v) >= 8 and re.search(r"\d", v) and re.search(r"[^\W\d]", v)
+    )
     found = {v for k, v in os.environ.items() if _SECRET_NAMES.search(k) and telling(v)}
     if k := wandb_key(): found |= {k, f"api:{k}"} # the second as it stands in a header, in base64
     base = lambda v: base64.b64encode(v.encode("utf-8", "surrogateescape")).decode()
-    return sorted({w for v in found for w in (v, quote(v, safe="", errors="replace"), json.dumps(v)[1:-1], json.dumps(v, ensure_ascii=False)[1:-1], base(v))}, key=len, reverse=True)
+    return sorted(
+        {
+            w
+            for v in found
+            for w in (
+                v,
+                quote(v, safe="", errors="replace"),
+                json.dumps(v)[1:-1],
+                json.dumps(v, ensure_ascii=False)[1:-1],
+                base(v),
+            )
+        },
+        key=len,
+        reverse=True,
+    )
 
-_SHAPES = re.compile("|".join((
-    r"wandb_v1_\w+", r"(?<![A-Za-z0-9])(?:hf_|api_org_)[A-Za-z0-9]{30,}", r"gh[opusr]_[A-Za-z0-9]{30,}", r"github_pat_\w{30,}", r"glpat-[\w-]{20,}", r"npm_[A-Za-z0-9]{36}", r"xox[a-z]-[\w-]{10,}",
-    r"(?<![\w-])sk-(?=[\w-]*\d)[\w-]{20,}", r"(?<!\w)A[KS]IA[A-Z0-9]{16}(?!\w)", r"AIza[\w-]{35}", r"(?<!\w)eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?", # OpenAI's and Anthropic's, Amazon's, Google's, signed JSON
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"'-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?")))
-_PLACES = re.compile("|".join(( # what stands before a secret stays
-    r"(?<=://)[^\s/@:\"'\\]*:[^\s/@\"'\\]+(?=@)",                                                                              # user:password@
-    r"(?P<header>authorization[\"'\\]*\s*[:=]\s*[\"'\\]*(?:(?:bearer|basic|token)\s+)?|\bbearer\s+(?=[\w.~+/=-]*\d))[\w.~+/=-]{8,}",
-    r"(?P<query>[?&](?:[\w-]*(?:key|token|secret|password|signature|credential)|sig|policy)=)[^\s&#\"'\\<>]+",                    # of signed links too
-    r"(?P<field>(?:api_?key|(?:access|auth|refresh)_?token|secret_?key|client_?secret|password|passwd)[\"'\\]*(?:=|\s*:\s*(?=\\*[\"']))[\"'\\]*)[^\s\"'\\,;)}\]&*]{6,}")), re.I)
+# %% ../../nbs/jobs/02_tracking.ipynb #a20d8fb9
+_SHAPES = re.compile(
+    "|".join(
+        (
+            r"wandb_v1_\w+",
+            r"(?<![A-Za-z0-9])(?:hf_|api_org_)[A-Za-z0-9]{30,}",
+            r"gh[opusr]_[A-Za-z0-9]{30,}",
+            r"github_pat_\w{30,}",
+            r"glpat-[\w-]{20,}",
+            r"npm_[A-Za-z0-9]{36}",
+            r"xox[a-z]-[\w-]{10,}",
+            r"(?<![\w-])sk-(?=[\w-]*\d)[\w-]{20,}",
+            r"(?<!\w)A[KS]IA[A-Z0-9]{16}(?!\w)",
+            r"AIza[\w-]{35}",
+            r"(?<!\w)eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?",  # OpenAI's and Anthropic's, Amazon's, Google's, signed JSON
+            r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"'-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
+        )
+    )
+)
+_PLACES = re.compile(
+    "|".join(
+        (  # what stands before a secret stays
+            r"(?<=://)[^\s/@:\"'\\]*:[^\s/@\"'\\]+(?=@)",  # user:password@
+            r"(?P<header>authorization[\"'\\]*\s*[:=]\s*[\"'\\]*(?:(?:bearer|basic|token)\s+)?|\bbearer\s+(?=[\w.~+/=-]*\d))[\w.~+/=-]{8,}",
+            r"(?P<query>[?&](?:[\w-]*(?:key|token|secret|password|signature|credential)|sig|policy)=)[^\s&#\"'\\<>]+",  # of signed links too
+            r"(?P<field>(?:api_?key|(?:access|auth|refresh)_?token|secret_?key|client_?secret|password|passwd)[\"'\\]*(?:=|\s*:\s*(?=\\*[\"']))[\"'\\]*)[^\s\"'\\,;)}\]&*]{6,}",
+        )
+    ),
+    re.I,
+)
 
 def scrub(
     text: str,
@@ -99,6 +162,7 @@ def scrub(
     kept = lambda m: "".join(v for v in m.groupdict().values() if v) + "***"
     return _PLACES.sub(kept, _SHAPES.sub("***", text))
 
+# %% ../../nbs/jobs/02_tracking.ipynb #d96495bd
 def scrubbed(
     value, # JSON
 ): # the same without keys and tokens
@@ -106,15 +170,20 @@ def scrubbed(
     clean = scrub(text := json.dumps(value, ensure_ascii=False))
     return value if clean == text else json.loads(clean)
 
+# %% ../../nbs/jobs/02_tracking.ipynb #7ced5fc2
 class ScrubbedFormatter(logging.Formatter):
     "A log's lines, tracebacks among them, without keys and tokens."
     def format(self, record): return scrub(super().format(record))
 
+# %% ../../nbs/jobs/02_tracking.ipynb #6676502c
 def check_secrets(config: RunConfig) -> None:
     "`ValueError` for a parameter with a key or token in it."
     for name, value in asdict(config).items():
         if scrub(text := json.dumps(value, ensure_ascii=False)) != text:
-            raise ValueError(f"parameter {name} holds a key or a token; parameters are written to disk, so leave it in the environment")
+            raise ValueError(
+                f"parameter {name} holds a key or a token; parameters are written to disk, "
+                "so leave it in the environment"
+            )
 
 # %% ../../nbs/jobs/02_tracking.ipynb #ed408187
 def shareable(
@@ -123,14 +192,27 @@ def shareable(
     "What may leave the machine."
     if isinstance(value, dict): return {k: shareable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)): return [shareable(v) for v in value]
-    local = isinstance(value, str) and len(value) > 1 and (re.match(r"[/~]|\.\.?[/\\]|[A-Za-z]:[/\\]", value) or str(Path.home()) in value)
+    local = (
+        isinstance(value, str)
+        and len(value) > 1
+        and (re.match(r"[/~]|\.\.?[/\\]|[A-Za-z]:[/\\]", value) or str(Path.home()) in value)
+    )
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1] if local else value
 
+# %% ../../nbs/jobs/02_tracking.ipynb #d0cf39f6
 def shareable_record(
     record: dict, # of a finished run
 ) -> str: # JSON
     "A record as it is sent."
-    return scrub(json.dumps(record | {k: shareable(record[k]) for k in ("config", "search", "world") if k in record}, indent=1, ensure_ascii=False) + "\n")
+    return scrub(
+        json.dumps(
+            record
+            | {k: shareable(record[k]) for k in ("config", "search", "world") if k in record},
+            indent=1,
+            ensure_ascii=False,
+        )
+        + "\n"
+    )
 
 # %% ../../nbs/jobs/02_tracking.ipynb #38836fdd
 class NoTracker:
@@ -165,8 +247,10 @@ class WandbTracker:
         ended = sum("just_learned" in h for h in history[:self.sent])
         for h in history[self.sent:]:
             row = {k: v for k, v in h.items() if v is not None}
-            if "just_learned" in h: row |= {f"score/{n}": s["score"] for n, s in scores[ended].items()}; ended += 1
-            self.run.log(scrubbed(row), step=self.sent, commit=True) # a method's own hooks tell what they like
+            if "just_learned" in h:
+                row |= {f"score/{n}": s["score"] for n, s in scores[ended].items()}; ended += 1
+            # a method's own hooks tell what they like
+            self.run.log(scrubbed(row), step=self.sent, commit=True)
             self.sent += 1
 
     def _try(self, what, call, *args):
@@ -185,18 +269,28 @@ def finish(self: WandbTracker,
 ) -> None:
     "Send what is missing, the summary and the record, and close."
     self.log(record["history"], record.get("scores") or ())
-    self.complete = self._try("sending the record", self._close, record) and self.sent >= len(record["history"])
+    self.complete = self._try("sending the record", self._close, record) and self.sent >= len(
+        record["history"]
+    )
     self.stop(0)
-    if self.mode == "offline" or not self.complete: print(f"tracker: {'written' if self.complete else 'not everything was sent'}; `{self.told()['sync']}` in {self.folder} sends it")
+    if self.mode == "offline" or not self.complete:
+        print(
+            f"tracker: {'written' if self.complete else 'not everything was sent'}; "
+            f"`{self.told()['sync']}` in {self.folder} sends it"
+        )
 
+# %% ../../nbs/jobs/02_tracking.ipynb #b88fcac7
 def _close(self, record):
     self.run.summary.update(scrubbed(record["summary"]))
     path = Path(self.run.dir)/"record.json"
-    path.write_text(shareable_record(record | dict(tracker=self.told() | dict(complete=True))), encoding="utf-8")
+    path.write_text(
+        shareable_record(record | dict(tracker=self.told() | dict(complete=True))), encoding="utf-8"
+    )
     self.run.save(str(path), base_path=self.run.dir, policy="now")
     self.run.finish(exit_code=0)
     if error := upload_error(Path(self.run.dir).parent): raise ConnectionError(error)
 
+# %% ../../nbs/jobs/02_tracking.ipynb #94837c90
 def stop(self: WandbTracker,
     exit_code: int = 1, # 1: W&B shows the run as failed
 ) -> None:
@@ -204,29 +298,82 @@ def stop(self: WandbTracker,
     self._try("closing", self.run.finish, exit_code)
     _remove_logs(self.folder)
 
+# %% ../../nbs/jobs/02_tracking.ipynb #6633de29
 def told(self: WandbTracker) -> dict: # for the record
     "Where the run was shown, whether everything arrived, and how to send what did not."
     name = Path(self.run.dir).parent.name
     sync = None if self.mode == "online" and self.complete else f"wandb sync wandb/{name}"
-    return dict(mode=self.mode, id=self.id, url=self.url, entity=self.run.entity or None, project=self.run.project, complete=self.complete, problem=self.problem, sync=sync)
+    return dict(
+        mode=self.mode,
+        id=self.id,
+        url=self.url,
+        entity=self.run.entity or None,
+        project=self.run.project,
+        complete=self.complete,
+        problem=self.problem,
+        sync=sync,
+    )
 
-WandbTracker.finish, WandbTracker._close, WandbTracker.stop, WandbTracker.told = finish, _close, stop, told
+WandbTracker.finish, WandbTracker._close, WandbTracker.stop, WandbTracker.told = (
+    finish,
+    _close,
+    stop,
+    told,
+)
 
+# %% ../../nbs/jobs/02_tracking.ipynb #ed126f70
 def upload_error(
     folder: str | Path, # of W&B's run
 ) -> str | None: # the first error of an upload, None where there was none
     "What W&B's own log says of data that was not sent."
     path = Path(folder)/"logs"/"debug-internal.log"
-    lines = [json.loads(l) for l in path.read_text(encoding="utf-8", errors="replace").splitlines() if '"level":"ERROR' in l] if path.exists() else []
-    return next((l["msg"] for l in lines if re.match(r"filestream|runfiles|runupserter|file ?transfer", l["msg"], re.I)), None)
+    lines = (
+        [
+            json.loads(l)
+            for l in path.read_text(encoding="utf-8", errors="replace").splitlines()
+            if '"level":"ERROR' in l
+        ]
+        if path.exists()
+        else []
+    )
+    return next(
+        (
+            l["msg"]
+            for l in lines
+            if re.match(r"filestream|runfiles|runupserter|file ?transfer", l["msg"], re.I)
+        ),
+        None,
+    )
 
+# %% ../../nbs/jobs/02_tracking.ipynb #46014394
 def _remove_logs(folder):
     "W&B's own logs and empty folders, which tell paths and are of no use to a run."
-    for path in [p for part in ("logs", "tmp") for p in (Path(folder)/"wandb").glob(f"*run-*/{part}")]: shutil.rmtree(path, ignore_errors=True)
+    for path in [
+        p for part in ("logs", "tmp") for p in (Path(folder) / "wandb").glob(f"*run-*/{part}")
+    ]:
+        shutil.rmtree(path, ignore_errors=True)
 
 # %% ../../nbs/jobs/02_tracking.ipynb #92af0d5e
-PRIVATE = dict(console="off", disable_code=True, save_code=False, disable_git=True, disable_job_creation=True, x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
-               x_save_requirements=False, host="", username="", email="", program="himalaya_hest", program_relpath="himalaya_hest", program_abspath="himalaya_hest", symlink=False, use_dot_wandb=False, silent=True)
+PRIVATE = dict(
+    console="off",
+    disable_code=True,
+    save_code=False,
+    disable_git=True,
+    disable_job_creation=True,
+    x_disable_meta=True,
+    x_disable_stats=True,
+    x_disable_machine_info=True,
+    x_save_requirements=False,
+    host="",
+    username="",
+    email="",
+    program="himalaya_hest",
+    program_relpath="himalaya_hest",
+    program_abspath="himalaya_hest",
+    symlink=False,
+    use_dot_wandb=False,
+    silent=True,
+)
 WAITS = dict(init_timeout=60., finish_timeout=120., finish_timeout_raises=True) # s
 
 def tracker_id(
@@ -236,14 +383,21 @@ def tracker_id(
     "The id of a run on W&B."
     return re.sub(r"[^A-Za-z0-9_]+", "-", run_id)[:55].strip("-") + "-" + drawn
 
+# %% ../../nbs/jobs/02_tracking.ipynb #509f2a16
 def _own_id(config, folder):
     "The id of this folder's run, drawn once."
     path = Path(folder)/"tracker.json"
-    if not path.exists(): write_atomic(path, json.dumps(dict(id=tracker_id(config.run_id, secrets.token_hex(4)))))
+    if not path.exists():
+        write_atomic(path, json.dumps(dict(id=tracker_id(config.run_id, secrets.token_hex(4)))))
     try: own = json.loads(path.read_text(encoding="utf-8"))["id"]
     except (ValueError, TypeError, KeyError, RecursionError): own = None
-    if isinstance(own, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", own): return own # it becomes part of a pattern of folders that are deleted
-    raise ValueError(f"{path} holds no id of a run on W&B (up to 64 letters, digits, '_' and '-'): delete the file, and the run gets a new one")
+    if isinstance(own, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", own):
+        # it becomes part of a pattern of folders that are deleted
+        return own
+    raise ValueError(
+        f"{path} holds no id of a run on W&B (up to 64 letters, digits, '_' and '-'): "
+        "delete the file, and the run gets a new one"
+    )
 
 # %% ../../nbs/jobs/02_tracking.ipynb #47040c19
 def open_tracker(
@@ -255,16 +409,35 @@ def open_tracker(
     check_tracker(config)
     import wandb
     if lacking := sorted({*PRIVATE, *WAITS} - set(wandb.Settings.model_fields)):
-        raise ValueError(f"wandb {wandb.__version__} lacks the settings {', '.join(lacking)}, without which it would send more than is meant or wait for ever: pip install -U 'wandb>=0.31', or set tracker to off")
+        raise ValueError(
+            f"wandb {wandb.__version__} lacks the settings {', '.join(lacking)}, without "
+            "which it would send more than is meant or wait for ever: pip install -U "
+            "'wandb>=0.31', or set tracker to off"
+        )
     folder, online = Path(folder), config.tracker == "online"
     own = _own_id(config, folder)
-    try: run = wandb.init(entity=config.wandb_entity or None, project=config.wandb_project or PROJECT, id=own, name=config.run_id, dir=str(folder), mode=config.tracker, config=shareable(asdict(config)),
-                          resume="allow" if online else None, reinit="create_new", settings=wandb.Settings(**PRIVATE, **WAITS))
+    try:
+        run = wandb.init(
+            entity=config.wandb_entity or None,
+            project=config.wandb_project or PROJECT,
+            id=own,
+            name=config.run_id,
+            dir=str(folder),
+            mode=config.tracker,
+            config=shareable(asdict(config)),
+            resume="allow" if online else None,
+            reinit="create_new",
+            settings=wandb.Settings(**PRIVATE, **WAITS),
+        )
     except Exception as e:
         why = scrub(f"{type(e).__name__}: {e}")
         if wandb.run is None: wandb.teardown() # or the id would count as in use
         _remove_logs(folder)
-        raise ValueError(f"tracker {config.tracker!r} could not be opened ({why}). Check the network and the key, or set tracker to offline (sent later with `wandb sync`) or off; the run goes on from its checkpoint either way") from None
+        raise ValueError(
+            f"tracker {config.tracker!r} could not be opened ({why}). Check the network "
+            "and the key, or set tracker to offline (sent later with `wandb sync`) or "
+            "off; the run goes on from its checkpoint either way"
+        ) from None
     tracker = WandbTracker(run, config.tracker, folder)
     tracker._try("naming the axis", _set_axis, run)
     for old in (folder/"wandb").glob(f"offline-run-*-{own}*") if not online else ():
@@ -285,8 +458,11 @@ def is_mirrored(
 ) -> bool:
     "Whether nothing is left to be sent."
     there = record.get("tracker") or {}
-    return config.tracker == "off" or (there.get("mode") == config.tracker and bool(there.get("complete")))
+    return config.tracker == "off" or (
+        there.get("mode") == config.tracker and bool(there.get("complete"))
+    )
 
+# %% ../../nbs/jobs/02_tracking.ipynb #2846bbc8
 def mirror(
     record: dict, # of a finished run
     config: RunConfig, # as it is asked for now
@@ -296,54 +472,110 @@ def mirror(
     tracker = open_tracker(config, folder)
     tracker.finish(record)
     record = record | dict(tracker=tracker.told())
-    write_atomic(Path(folder)/"record.json", scrub(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)) + "\n")
+    write_atomic(
+        Path(folder) / "record.json",
+        scrub(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)) + "\n",
+    )
     return record
 
 # %% ../../nbs/jobs/02_tracking.ipynb #379b112d
 def rebuilt_record(
     run, # of wandb.Api
 ) -> dict: # the part of a record that W&B knows
-    "A record from a run's history, summary and configuration; `ValueError` where no task has ended."
-    rows = [{k: v for k, v in row.items() if v is not None and not k.startswith("_")} for row in run.scan_history()]
+    """A record from a run's history, summary and configuration; `ValueError` where no task has
+    ended."""
+    rows = [
+        {k: v for k, v in row.items() if v is not None and not k.startswith("_")}
+        for row in run.scan_history()
+    ]
     ended = [row for row in rows if "just_learned" in row]
     config = {k: v for k, v in run.config.items() if not k.startswith("_")}
     name = config.get("run_id") or run.name
-    if not ended: raise ValueError(f"run {name!r} of W&B ({run.state}) has no record.json and no finished task: nothing can be evaluated")
+    if not ended:
+        raise ValueError(
+            f"run {name!r} of W&B ({run.state}) has no record.json and no finished task: "
+            "nothing can be evaluated"
+        )
     tasks = [row["task"] for row in ended]
-    matrix = [[row.get(f"score/{n}") if j == i or "val_retained_accuracy" in row else None for j, n in enumerate(tasks)] for i, row in enumerate(ended)]
-    history = [{k: v for k, v in row.items() if not k.startswith("score/")} | (dict(val_retained_accuracy=row.get("val_retained_accuracy")) if row in ended else {}) for row in rows]
+    matrix = [
+        [
+            row.get(f"score/{n}") if j == i or "val_retained_accuracy" in row else None
+            for j, n in enumerate(tasks)
+        ]
+        for i, row in enumerate(ended)
+    ]
+    history = [
+        {k: v for k, v in row.items() if not k.startswith("score/")}
+        | (dict(val_retained_accuracy=row.get("val_retained_accuracy")) if row in ended else {})
+        for row in rows
+    ]
     names = {k for row in rows for k in row}
-    record = dict(run_id=name, role=config.get("role"), config=config, matrix=matrix, tasks=tasks, history=history, world=dict(digest=f"unknown ({run.id})"))
+    record = dict(
+        run_id=name,
+        role=config.get("role"),
+        config=config,
+        matrix=matrix,
+        tasks=tasks,
+        history=history,
+        world=dict(digest=f"unknown ({run.id})"),
+    )
     summary = continual_summary(matrix) if is_complete(record) else {}
-    print(f"{name}: W&B has no record.json of this run ({run.state}); rebuilt after {len(tasks)} tasks from history, summary and configuration. Not known: world, task_info, bytes, confusion, dictionary, device, versions")
-    return record | dict(summary=summary | {k: v for k, v in dict(run.summary).items() if k not in names and not k.startswith("_")})
+    print(
+        f"{name}: W&B has no record.json of this run ({run.state}); rebuilt after "
+        f"{len(tasks)} tasks from history, summary and configuration. Not known: world, "
+        "task_info, bytes, confusion, dictionary, device, versions"
+    )
+    return record | dict(
+        summary=summary
+        | {k: v for k, v in dict(run.summary).items() if k not in names and not k.startswith("_")}
+    )
 
 # %% ../../nbs/jobs/02_tracking.ipynb #51d5beb4
 def _tracked_record(run):
     "The record that was sent with a run, or what can be rebuilt."
     for file in run.files(names=["record.json"]):
         if not file.size: continue
-        with tempfile.TemporaryDirectory() as d, file.download(root=d, replace=True) as f: record = json.load(f)
+        with tempfile.TemporaryDirectory() as d, file.download(root=d, replace=True) as f:
+            record = json.load(f)
         return check_record(record, f"record.json of W&B's run {run.id}")
     return rebuilt_record(run)
 
+# %% ../../nbs/jobs/02_tracking.ipynb #ee92c391
 def _named_runs(api, place, run_ids):
-    "The runs of a project that are meant, by run_id; of several with one run_id the most recent finished one."
+    """The runs of a project that are meant, by run_id; of several with one run_id the most recent
+    finished one."""
     runs = lambda **filters: list(api.runs(place, filters=filters, order="-created_at"))
     if (run_ids.strip() if isinstance(run_ids, str) else run_ids) in ("", [], "all"):
         finished = [r for r in runs(state="finished") if r.config.get("run_id")]
-        if not finished: raise ValueError(f"no finished run in W&B's project {place!r}: check wandb_entity and wandb_project")
-        return list({r.config["run_id"]: r for r in reversed(finished)}.values())[::-1] if run_ids == "all" else finished[:1]
+        if not finished:
+            raise ValueError(
+                f"no finished run in W&B's project {place!r}: check wandb_entity and "
+                "wandb_project"
+            )
+        return (
+            list({r.config["run_id"]: r for r in reversed(finished)}.values())[::-1]
+            if run_ids == "all"
+            else finished[:1]
+        )
     chosen = []
     for name in select_runs("", run_ids):
-        if not (found := runs(**{"config.run_id": name})): raise ValueError(f"no run {name!r} in W&B's project {place!r}: check run_ids, wandb_entity and wandb_project")
+        if not (found := runs(**{"config.run_id": name})):
+            raise ValueError(
+                f"no run {name!r} in W&B's project {place!r}: check run_ids, wandb_entity "
+                "and wandb_project"
+            )
         chosen.append(next((r for r in found if r.state == "finished"), found[0]))
-        if len(found) > 1: print(f"{name}: {len(found)} runs of W&B have this run_id; {chosen[-1].id} is taken ({chosen[-1].state}, the most recent)")
+        if len(found) > 1:
+            print(
+                f"{name}: {len(found)} runs of W&B have this run_id; {chosen[-1].id} is "
+                f"taken ({chosen[-1].state}, the most recent)"
+            )
     return chosen
 
 # %% ../../nbs/jobs/02_tracking.ipynb #0e7ffa72
 def tracked_records(
-    run_ids: str | list = "", # a list, "a,b" or '["a", "b"]'; empty: the most recent finished run; all: every finished one
+    # a list, "a,b" or '["a", "b"]'; empty: the most recent finished run; all: every finished one
+    run_ids: str | list = "",
     wandb_entity: str = "", # user or team; empty: the key's own
     wandb_project: str = "", # empty: himalaya-hest
     api=None, # a wandb.Api; None: made here
@@ -353,8 +585,12 @@ def tracked_records(
     place = "/".join(filter(None, (wandb_entity, wandb_project or PROJECT)))
     try: return [_tracked_record(r) for r in _named_runs(api or _api(), place, run_ids)]
     except ValueError as e: raise ValueError(scrub(str(e))) from None
-    except Exception as e: raise ValueError(scrub(f"W&B's project {place!r} cannot be read ({type(e).__name__}: {e})")) from None
+    except Exception as e:
+        raise ValueError(
+            scrub(f"W&B's project {place!r} cannot be read ({type(e).__name__}: {e})")
+        ) from None
 
+# %% ../../nbs/jobs/02_tracking.ipynb #30104537
 def _api():
     import wandb
     return wandb.Api(timeout=60)
@@ -367,5 +603,6 @@ def read_source(
     api=None, # a wandb.Api
 ) -> list[dict] | None: # records; None: they are on disk
     "The records that `evaluate_runs` is given, by where they come from."
-    if source not in ("disk", "wandb"): raise ValueError(f"unknown source {source!r}: 'disk' or 'wandb'")
+    if source not in ("disk", "wandb"):
+        raise ValueError(f"unknown source {source!r}: 'disk' or 'wandb'")
     return tracked_records(run_ids, wandb_entity, wandb_project, api) if source == "wandb" else None

@@ -58,5 +58,8 @@ def unpack_records(
     rows = zip(*(table.column(k).to_pylist() for k in ("run_id", "record")))
     found = {name: text for name, text in rows if run_id in (None, name)}
     if run_id is not None and not found:
-        raise ValueError(f"{path} has no run {run_id!r}; its runs: {', '.join(table.column('run_id').to_pylist()[:5])}, …")
+        raise ValueError(
+            f"{path} has no run {run_id!r}; its runs: "
+            f"{', '.join(table.column('run_id').to_pylist()[:5])}, …"
+        )
     return [json.loads(text) for text in found.values()]

@@ -35,32 +35,55 @@ class Limits:
     wall_s: float = 10. # seconds of a program
     total_s: float | None = None # seconds of all programs; None: enough for each to use up its own
     memory_mb: int = 1024 # address space of a program
-    file_mb: int = 16 # largest file; of all files together where the working folder is a file system of its own
+    # largest file; of all files together where the working folder is a file system of its own
+    file_mb: int = 16
     open_files: int = 64 # descriptors of a program
     output_kb: int = 4 # kept of what a program prints; the rest is read and dropped
 
     def __post_init__(self):
         for name, value in asdict(self).items():
-            if not (value is None and name == "total_s") and not 0 < value < float("inf"): raise ValueError(f"limit {name} = {value!r}, expected a positive number")
+            if not (value is None and name == "total_s") and not 0 < value < float("inf"):
+                raise ValueError(f"limit {name} = {value!r}, expected a positive number")
 
     def total(self, n_programs: int) -> float:
         "Seconds after which an evaluation is stopped."
         return self.total_s or 60 + n_programs * (self.wall_s + 1)
 
+# %% ../../nbs/measures/02_programs.ipynb #6a706fb2
 @dataclass(frozen=True)
 class Outcome:
     "What became of one program."
     status: str # one of STATUSES
-    detail: str = "" # the exception or signal, cut short; what a failed program says here may be invented
+    # the exception or signal, cut short; what a failed program says here may be invented
+    detail: str = ""
     output: str = "" # the start of what it printed
     cpu_s: float = 0. # processor seconds
     wall_s: float = 0. # seconds
 
-STATUSES = ("passed", "failed", "error", "syntax_error", "timed_out", "out_of_memory", "crashed", "ended_early", "not_run")
+# %% ../../nbs/measures/02_programs.ipynb #a397f421
+STATUSES = (
+    "passed",
+    "failed",
+    "error",
+    "syntax_error",
+    "timed_out",
+    "out_of_memory",
+    "crashed",
+    "ended_early",
+    "not_run",
+)
 
 # %% ../../nbs/measures/02_programs.ipynb #a62e846d
-NEW_USER, NEW_PID, NEW_NET, NEW_IPC, NEW_MOUNTS = 0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x00020000 # linux/sched.h
-PARENT_DEATH_SIGNAL, DUMPABLE, SECCOMP, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38                     # linux/prctl.h
+# linux/sched.h
+NEW_USER, NEW_PID, NEW_NET, NEW_IPC, NEW_MOUNTS = (
+    0x10000000,
+    0x20000000,
+    0x40000000,
+    0x08000000,
+    0x00020000,
+)
+# linux/prctl.h
+PARENT_DEATH_SIGNAL, DUMPABLE, SECCOMP, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
 
 def _libc():
     import ctypes
@@ -73,13 +96,19 @@ def _prctl(option, value, pointer=0):
     except ImportError: return False
     return _libc().prctl(option, u(value), pointer or u(0), u(0), u(0)) == 0
 
+# %% ../../nbs/measures/02_programs.ipynb #f1d7d014
 def _new_namespaces():
     "Move into own user, pid, network and ipc namespaces; raises OSError where the system refuses."
     uid, gid = os.getuid(), os.getgid()
     if _libc().unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC): raise OSError("unshare")
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
         with open(f"/proc/self/{name}", "w") as f: f.write(text)
 
+# %% ../../nbs/measures/02_programs.ipynb #b9471ca7
 def _namespaces_possible():
     "Try it in a child: a half done move could not be taken back."
     if sys.platform != "linux": return False
@@ -89,51 +118,142 @@ def _namespaces_possible():
     except BaseException: os._exit(1)
 
 # %% ../../nbs/measures/02_programs.ipynb #d4b6a4f7
-READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, PRIVATE, RECURSIVE = 1, 2, 4, 8, 1 << 18, 1 << 14 # linux/mount.h
+# linux/mount.h
+READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, PRIVATE, RECURSIVE = 1, 2, 4, 8, 1 << 18, 1 << 14
 BIND, DETACH = 1 << 12, 2
 MOUNT_SETATTR, AT_RECURSIVE = 442, 0x8000 # Linux 5.12; the same number on all architectures
 
 def _mount_small(libc, folder, megabytes):
     "Lay a small file system in memory over a folder; whether the kernel took it."
-    return libc.mount(b"tmpfs", folder.encode(), b"tmpfs", NO_SUID | NO_DEVICES | NO_EXEC, f"size={megabytes}m,nr_inodes=1000,mode=700".encode()) == 0
+    return (
+        libc.mount(
+            b"tmpfs",
+            folder.encode(),
+            b"tmpfs",
+            NO_SUID | NO_DEVICES | NO_EXEC,
+            f"size={megabytes}m,nr_inodes=1000,mode=700".encode(),
+        )
+        == 0
+    )
 
+# %% ../../nbs/measures/02_programs.ipynb #aa66c904
 def _seal_files(folder, megabytes):
-    "Make everything but `folder` read-only, for this process and its children; what is refused is left as it is. Whether `folder` is a file system of its own."
+    """Make everything but `folder` read-only, for this process and its children; what is refused is
+    left as it is. Whether `folder` is a file system of its own."""
     libc, null = _libc(), os.devnull.encode()
-    if libc.unshare(NEW_MOUNTS) or libc.mount(None, b"/", None, PRIVATE | RECURSIVE, None) or not _mount_small(libc, folder, megabytes): return False
-    libc.mount(b"tmpfs", b"/proc", b"tmpfs", READ_ONLY | NO_SUID | NO_DEVICES | NO_EXEC, b"size=4k,nr_inodes=2")
+    if (
+        libc.unshare(NEW_MOUNTS)
+        or libc.mount(None, b"/", None, PRIVATE | RECURSIVE, None)
+        or not _mount_small(libc, folder, megabytes)
+    ):
+        return False
+    libc.mount(
+        b"tmpfs",
+        b"/proc",
+        b"tmpfs",
+        READ_ONLY | NO_SUID | NO_DEVICES | NO_EXEC,
+        b"size=4k,nr_inodes=2",
+    )
     libc.mount(null, null, None, BIND, None)
-    change = lambda path, flags, put, clear: libc.syscall(MOUNT_SETATTR, -1, path, flags, struct.pack("4Q", put, clear, 0, 0), 32)
-    if not change(b"/", AT_RECURSIVE, READ_ONLY | NO_SUID | NO_DEVICES, 0): change(folder.encode(), 0, 0, READ_ONLY); change(null, 0, 0, READ_ONLY | NO_DEVICES)
+    change = lambda path, flags, put, clear: libc.syscall(
+        MOUNT_SETATTR, -1, path, flags, struct.pack("4Q", put, clear, 0, 0), 32
+    )
+    if not change(b"/", AT_RECURSIVE, READ_ONLY | NO_SUID | NO_DEVICES, 0):
+        change(folder.encode(), 0, 0, READ_ONLY); change(null, 0, 0, READ_ONLY | NO_DEVICES)
     return True
 
+# %% ../../nbs/measures/02_programs.ipynb #15dfa0f5
 def _fresh(folder, megabytes, sealed):
     "Make the working folder empty, whatever an earlier program has made of it."
-    if sealed and (libc := _libc()).umount2(folder.encode(), DETACH) == 0 and _mount_small(libc, folder, megabytes): return
+    if (
+        sealed
+        and (libc := _libc()).umount2(folder.encode(), DETACH) == 0
+        and _mount_small(libc, folder, megabytes)
+    ):
+        return
     _remove(folder)
-    if os.path.lexists(folder): os.rename(folder, folder + secrets.token_hex(4)) # more than can be deleted in the time for that
+    if os.path.lexists(folder):
+        # more than can be deleted in the time for that
+        os.rename(folder, folder + secrets.token_hex(4))
     os.mkdir(folder, 0o700)
 
 # %% ../../nbs/measures/02_programs.ipynb #6926a821
-SYSCALLS = { # (x86-64, AArch64), forbidden
-    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "socket": (41, 198), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "unshare": (272, 97), "setns": (308, 268), "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
-    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279), "io_uring_setup": (425, 425),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "connect": (42, 203), "bind": (49, 200), "sendmsg": (46, 211), "sendmmsg": (307, 269), "setpriority": (141, 140), "ioprio_set": (251, 30), "kcmp": (312, 272),
-    "migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440), "process_mrelease": (448, 448), "memfd_secret": (447, 447),
-    "shmat": (30, 196), "shmctl": (31, 195), "semop": (65, 193), "semtimedop": (220, 192), "semctl": (66, 191), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_unlink": (241, 181), "flock": (73, 32),
+SYSCALLS = {  # (x86-64, AArch64), forbidden
+    "fork": (57, None),
+    "vfork": (58, None),
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "socket": (41, 198),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "io_uring_setup": (425, 425),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "kcmp": (312, 272),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "memfd_secret": (447, 447),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_unlink": (241, 181),
+    "flock": (73, 32),
 }
-OWN_PROCESS_ONLY = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261), # allowed where the first argument is this process
-                    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274)}
-NOT_TO_OTHERS = { # second arguments that are forbidden
-    "fcntl": ((72, 25), (8, 10, 15, 6, 7, 37, 38, 1024)), # F_SETOWN, F_SETSIG, F_SETOWN_EX; F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE
-    "ioctl": ((16, 29), (0x8901, 0x8902, 0x5412, 0x541C)), # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
+OWN_PROCESS_ONLY = {
+    "kill": (62, 129),
+    "tgkill": (234, 131),
+    "prlimit64": (302, 261),  # allowed where the first argument is this process
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+}
+NOT_TO_OTHERS = {  # second arguments that are forbidden
+    "fcntl": (
+        (72, 25),
+        (8, 10, 15, 6, 7, 37, 38, 1024),
+    ),  # F_SETOWN, F_SETSIG, F_SETOWN_EX; F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE
+    "ioctl": (
+        (16, 29),
+        (0x8901, 0x8902, 0x5412, 0x541C),
+    ),  # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
 }
 SENDTO = (44, 206) # only without an address: to the other end of a pair
-CLONE, CLONE3, THREAD = (56, 220), (435, 435), 0x00010000 # clone only with CLONE_THREAD; clone3 hides its flags from a filter, and glibc then takes clone
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)} # column above, AUDIT_ARCH of linux/audit.h
+# clone only with CLONE_THREAD; clone3 hides its flags from a filter, and glibc then takes clone
+CLONE, CLONE3, THREAD = (56, 220), (435, 435), 0x00010000
+# column above, AUDIT_ARCH of linux/audit.h
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 def _filter(machine, pid):
     "The seccomp filter as BPF instructions (linux/filter.h)."
@@ -141,41 +261,86 @@ def _filter(machine, pid):
     op = lambda code, value, yes=0, no=0: struct.pack("HBBI", code, yes, no, value)
     load, equal, has_bit, at_least, answer = 0x20, 0x15, 0x45, 0x35, 0x06
     refuse, allow = (lambda errno: op(answer, 0x00050000 | errno)), op(answer, 0x7FFF0000)
-    only = lambda number, *tests, errno=1, at=16: [op(equal, number, 0, len(tests) + 3), op(load, at), *tests, refuse(errno), op(load, 0)] # 16: the first argument
-    out = [op(load, 4), op(equal, audit, 1), refuse(1), op(load, 0), op(at_least, 0x40000000, 0, 1), refuse(1)] # another architecture, x32
-    for n in (row[column] for row in SYSCALLS.values() if row[column] is not None): out += [op(equal, n, 0, 1), refuse(1)]
-    for row in OWN_PROCESS_ONLY.values(): out += only(row[column], op(equal, pid, 2), op(equal, 0, 1))
-    for row, values in NOT_TO_OTHERS.values(): # each of them jumps to the refusal, what is none of them over it
-        out += only(row[column], *(op(equal, v, len(values) - 1 - i, 0 if v != values[-1] else 1) for i, v in enumerate(values)), at=24)
-    out += only(SENDTO[column], op(equal, 0, 0, 2), op(load, 52), op(equal, 0, 1), at=48) # both halves of the fifth argument
-    out += only(CLONE[column], op(has_bit, THREAD, 1), errno=11) + [op(equal, CLONE3[column], 0, 1), refuse(38), allow]
+    # 16: the first argument
+    only = lambda number, *tests, errno=1, at=16: [
+        op(equal, number, 0, len(tests) + 3),
+        op(load, at),
+        *tests,
+        refuse(errno),
+        op(load, 0),
+    ]
+    # another architecture, x32
+    out = [
+        op(load, 4),
+        op(equal, audit, 1),
+        refuse(1),
+        op(load, 0),
+        op(at_least, 0x40000000, 0, 1),
+        refuse(1),
+    ]
+    for n in (row[column] for row in SYSCALLS.values() if row[column] is not None):
+        out += [op(equal, n, 0, 1), refuse(1)]
+    for row in OWN_PROCESS_ONLY.values():
+        out += only(row[column], op(equal, pid, 2), op(equal, 0, 1))
+    # each of them jumps to the refusal, what is none of them over it
+    for row, values in NOT_TO_OTHERS.values():
+        out += only(
+            row[column],
+            *(
+                op(equal, v, len(values) - 1 - i, 0 if v != values[-1] else 1)
+                for i, v in enumerate(values)
+            ),
+            at=24,
+        )
+    # both halves of the fifth argument
+    out += only(SENDTO[column], op(equal, 0, 0, 2), op(load, 52), op(equal, 0, 1), at=48)
+    out += only(CLONE[column], op(has_bit, THREAD, 1), errno=11) + [
+        op(equal, CLONE3[column], 0, 1),
+        refuse(38),
+        allow,
+    ]
     return b"".join(out)
 
 # %% ../../nbs/measures/02_programs.ipynb #6a6f4d4b
 def _drop_rights():
-    "Take all capabilities from this process, for good: root's own, and those over its namespaces, with which it could undo them. Whether the kernel took it."
-    return _prctl(NO_NEW_PRIVILEGES, 1) and _libc().capset(struct.pack("Ii", 0x20080522, 0), bytes(24)) == 0 # linux/capability.h, version 3: all sets empty
+    """Take all capabilities from this process, for good: root's own, and those over its namespaces,
+    with which it could undo them. Whether the kernel took it."""
+    # linux/capability.h, version 3: all sets empty
+    return (
+        _prctl(NO_NEW_PRIVILEGES, 1)
+        and _libc().capset(struct.pack("Ii", 0x20080522, 0), bytes(24)) == 0
+    )
 
+# %% ../../nbs/measures/02_programs.ipynb #63d712c1
 def _forbid_calls():
     "Install the filter in this process, whose rights are dropped; whether the kernel took it."
     if sys.platform != "linux" or platform.machine() not in MACHINES: return False
     import ctypes
-    code = ctypes.create_string_buffer(program := _filter(platform.machine(), os.getpid()), len(program))
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code)))
+    code = ctypes.create_string_buffer(
+        program := _filter(platform.machine(), os.getpid()), len(program)
+    )
+    header = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
+    )
     return _prctl(SECCOMP, 2, header)
 
 # %% ../../nbs/measures/02_programs.ipynb #a91df8cb
-LANDLOCK_CREATE, LANDLOCK_RULE, LANDLOCK_RESTRICT = 444, 445, 446 # Linux 5.13; the same numbers on all architectures
-WRITE_FILE, CHANGES = 1 << 1, 1 << 1 | 0b11_1111_1111 << 4 # linux/landlock.h: to open for writing; and to remove, make, link or move
+# Linux 5.13; the same numbers on all architectures
+LANDLOCK_CREATE, LANDLOCK_RULE, LANDLOCK_RESTRICT = 444, 445, 446
+# linux/landlock.h: to open for writing; and to remove, make, link or move
+WRITE_FILE, CHANGES = 1 << 1, 1 << 1 | 0b11_1111_1111 << 4
 
 def _landlocked(folder):
-    "Let this process, whose rights are dropped, change nothing outside of a folder; whether the kernel took it."
-    if sys.platform != "linux" or (libc := _libc()).syscall(LANDLOCK_CREATE, None, 0, 1) < 2: return False
+    """Let this process, whose rights are dropped, change nothing outside of a folder; whether the
+    kernel took it."""
+    if sys.platform != "linux" or (libc := _libc()).syscall(LANDLOCK_CREATE, None, 0, 1) < 2:
+        return False
     rules, opened = libc.syscall(LANDLOCK_CREATE, struct.pack("Q", CHANGES), 8, 0), []
     try:
         for path, allowed in ((folder, CHANGES), (os.devnull, WRITE_FILE)):
             opened.append(os.open(path, os.O_PATH))
-            if libc.syscall(LANDLOCK_RULE, rules, 1, struct.pack("=Qi", allowed, opened[-1]), 0): return False
+            if libc.syscall(LANDLOCK_RULE, rules, 1, struct.pack("=Qi", allowed, opened[-1]), 0):
+                return False
         return libc.syscall(LANDLOCK_RESTRICT, rules, 0) == 0
     finally:
         for fd in (rules, *opened): os.close(fd)
@@ -184,19 +349,29 @@ def _landlocked(folder):
 def _limit_resources(limits, filtered):
     "Set this process's resource limits; none is raised above what it already is."
     import resource
-    wanted = dict(CPU=(limits["cpu_s"], limits["cpu_s"] + 1), AS=limits["memory_mb"] << 20, FSIZE=limits["file_mb"] << 20, NOFILE=limits["open_files"], CORE=0)
+    wanted = dict(
+        CPU=(limits["cpu_s"], limits["cpu_s"] + 1),
+        AS=limits["memory_mb"] << 20,
+        FSIZE=limits["file_mb"] << 20,
+        NOFILE=limits["open_files"],
+        CORE=0,
+    )
     if not filtered: wanted["NPROC"] = 0
     for name, value in wanted.items():
         kind = getattr(resource, "RLIMIT_" + name)
         top = resource.getrlimit(kind)[1]
-        soft, hard = (v if top == resource.RLIM_INFINITY else min(v, top) for v in (value if isinstance(value, tuple) else (value, value)))
+        soft, hard = (
+            v if top == resource.RLIM_INFINITY else min(v, top)
+            for v in (value if isinstance(value, tuple) else (value, value))
+        )
         try: resource.setrlimit(kind, (soft, hard))
         except (ValueError, OSError):
             if sys.platform == "linux": raise # macOS does not take all of them: the report shows it
 
 # %% ../../nbs/measures/02_programs.ipynb #5d3c2aea
 def _test_program(code, tests):
-    "Run a program and then its tests, in one module; (status, detail), where status is empty if all went well."
+    """Run a program and then its tests, in one module; (status, detail), where status is empty if
+    all went well."""
     stage, module, read, run = "syntax_error", ModuleType("program"), compile, exec
     sys.modules["program"] = module
     try:
@@ -205,13 +380,16 @@ def _test_program(code, tests):
         run(first, module.__dict__)
         run(read(tests, "tests", "exec", dont_inherit=True), module.__dict__)
         return "", ""
-    except MemoryError: return stage if stage == "syntax_error" else "out_of_memory", "" # the parser says so of what is nested too deeply
+    except MemoryError:
+        # the parser says so of what is nested too deeply
+        return stage if stage == "syntax_error" else "out_of_memory", ""
     except (SystemExit, KeyboardInterrupt) as e: return "ended_early", type(e).__name__
     except BaseException as e:
         if isinstance(e, AssertionError): stage = "failed"
         try: return stage, f"{type(e).__name__}: {e}"[:200]
         except BaseException: return stage, type(e).__name__
 
+# %% ../../nbs/measures/02_programs.ipynb #506f1378
 def _be_program(job, token, pipes, limits, without):
     "Turn a forked child into the program; never returns."
     write, leave, say, result = os.write, os._exit, json.dumps, pipes["result"]
@@ -232,7 +410,8 @@ def _confine(pipes, limits, without):
     signal.set_wakeup_fd(-1)
     for s in (signal.SIGCHLD, signal.SIGTERM): signal.signal(s, signal.SIG_DFL)
     _prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    for at, source in enumerate((pipes["null"], pipes["output"], pipes["output"])): os.dup2(source, at)
+    for at, source in enumerate((pipes["null"], pipes["output"], pipes["output"])):
+        os.dup2(source, at)
     os.closerange(3, pipes["result"])
     os.closerange(pipes["result"] + 1, 65536)
     random.seed(0) # a fork seeds it anew
@@ -246,11 +425,16 @@ class _Stop(BaseException):
     "The evaluating process is gone, or wants no more."
 
 def _watch(pid, pipes, limits):
-    "Follow a program to its end: (wait status, usage, whether its seconds were over, {pipe: bytes})."
-    kept, room = {"output": b"", "result": b""}, {"output": limits["output_kb"] << 10, "result": 4096}
+    """Follow a program to its end: (wait status, usage, whether its seconds were over, {pipe:
+    bytes})."""
+    kept, room = {"output": b"", "result": b""}, {
+        "output": limits["output_kb"] << 10,
+        "result": 4096,
+    }
     until, late = time.monotonic() + limits["wall_s"], False
     with selectors.DefaultSelector() as ready:
-        for name in ("output", "result", "wake", "lifeline"): ready.register(pipes[name], selectors.EVENT_READ, name)
+        for name in ("output", "result", "wake", "lifeline"):
+            ready.register(pipes[name], selectors.EVENT_READ, name)
         while True:
             done, status, usage = os.wait4(pid, os.WNOHANG)
             if done: return status, usage, late, kept
@@ -263,11 +447,13 @@ def _watch(pid, pipes, limits):
                 if not data: ready.unregister(key.fd)
                 if key.data in kept: kept[key.data] = (kept[key.data] + data)[:room[key.data]]
 
+# %% ../../nbs/measures/02_programs.ipynb #66dee2f2
 def _drain(pipes, kept, limits):
     "What is still in the pipes of a program that has ended."
     for name, room in (("output", limits["output_kb"] << 10), ("result", 4096)):
         os.set_blocking(pipes[name], False)
-        with contextlib.suppress(BlockingIOError): kept[name] = (kept[name] + os.read(pipes[name], 1 << 16))[:room]
+        with contextlib.suppress(BlockingIOError):
+            kept[name] = (kept[name] + os.read(pipes[name], 1 << 16))[:room]
 
 # %% ../../nbs/measures/02_programs.ipynb #183db67c
 def _children():
@@ -278,6 +464,7 @@ def _children():
             if int(f.read().rpartition(b")")[2].split()[1]) == os.getpid(): out.append(int(name))
     return out
 
+# %% ../../nbs/measures/02_programs.ipynb #9128ccba
 def _kill_rest(group, namespaces):
     "Kill and collect all that is left of a program."
     with contextlib.suppress(ProcessLookupError, PermissionError): os.killpg(group, signal.SIGKILL)
@@ -298,15 +485,22 @@ def _judge(status, usage, late, said, token, limits):
     if os.WIFSIGNALED(status):
         number, used = os.WTERMSIG(status), usage.ru_utime + usage.ru_stime
         if late: return "timed_out", f"{limits['wall_s']:g} s"
-        if number == signal.SIGXCPU or number == signal.SIGKILL and used >= limits["cpu_s"]: return "timed_out", f"{limits['cpu_s']} processor seconds"
-        return "crashed", signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        if number == signal.SIGXCPU or number == signal.SIGKILL and used >= limits["cpu_s"]:
+            return "timed_out", f"{limits['cpu_s']} processor seconds"
+        return "crashed", (
+            signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        )
     if os.WEXITSTATUS(status) == 0 and said == token.encode(): return "passed", ""
     try: word, detail = json.loads(said); detail = str(detail)[:2000]
-    except (ValueError, TypeError, RecursionError): return "ended_early", f"exit status {os.WEXITSTATUS(status)}"
+    except (ValueError, TypeError, RecursionError):
+        return "ended_early", f"exit status {os.WEXITSTATUS(status)}"
     return (word, detail) if word in STATUSES[1:] else ("ended_early", "")
 
+# %% ../../nbs/measures/02_programs.ipynb #dc55cc0b
 def _shown(text):
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
+    )
 
 def _one(job, limits, pipes, folder, namespaces, sealed, without):
     "Run one job in a forked child, in an empty working folder, to its end."
@@ -315,7 +509,14 @@ def _one(job, limits, pipes, folder, namespaces, sealed, without):
     os.chdir(folder)
     (output, output_end), (result, result_end) = os.pipe(), os.pipe()
     pid = os.fork()
-    if not pid: _be_program(job, token, dict(null=pipes["null"], output=output_end, result=result_end), limits, without)
+    if not pid:
+        _be_program(
+            job,
+            token,
+            dict(null=pipes["null"], output=output_end, result=result_end),
+            limits,
+            without,
+        )
     os.close(output_end); os.close(result_end)
     pipes = pipes | dict(output=output, result=result)
     try:
@@ -326,16 +527,29 @@ def _one(job, limits, pipes, folder, namespaces, sealed, without):
     finally:
         os.close(output); os.close(result); os.chdir("/")
     word, detail = _judge(status, usage, late, kept["result"], token, limits)
-    return dict(status=word, detail=_shown(detail), output=_shown(kept["output"].decode("utf-8", "replace")), cpu_s=round(usage.ru_utime + usage.ru_stime, 3), wall_s=round(time.monotonic() - began, 3))
+    return dict(
+        status=word,
+        detail=_shown(detail),
+        output=_shown(kept["output"].decode("utf-8", "replace")),
+        cpu_s=round(usage.ru_utime + usage.ru_stime, 3),
+        wall_s=round(time.monotonic() - began, 3),
+    )
 
 # %% ../../nbs/measures/02_programs.ipynb #ee4f2776
 def _remove(folder, seconds=20.):
     "Delete a folder and all in it, following no link."
     if os.path.islink(folder): return os.unlink(folder)
     with contextlib.suppress(OSError): return os.rmdir(folder) # nearly always it is empty
-    for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]) if os.path.isdir(folder) else (): # neither follows links inside
+    # neither follows links inside
+    for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]) if os.path.isdir(folder) else ():
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run([*command, "--", folder], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=seconds)
+            subprocess.run(
+                [*command, "--", folder],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=seconds,
+            )
 
 # %% ../../nbs/measures/02_programs.ipynb #f813d30a
 def _probe(folder, limits):
@@ -351,14 +565,33 @@ def _probe(folder, limits):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s: s.connect(("192.0.2.1", 9))
     def many_files():
         for i in range(4):
-            with open(f"f{i}", "wb") as f: f.truncate(0); os.posix_fallocate(f.fileno(), 0, (limits["file_mb"] << 20) // 2)
+            with open(f"f{i}", "wb") as f:
+                f.truncate(0); os.posix_fallocate(f.fileno(), 0, (limits["file_mb"] << 20) // 2)
     word = lambda attempt, yes, no: yes if refused(attempt) else no
-    return "failed", json.dumps(dict(
-        network=word(reach, "blocked", "not blocked"), new_processes=word(fork, "blocked", "not blocked"),
-        memory=word(lambda: mmap.mmap(-1, 2 * (limits["memory_mb"] << 20)), "limited", "not limited"),
-        files_of_the_user=("read-only" if not os.access(os.path.dirname(folder), os.W_OK) else "writable"),
-        named_pipes=word(lambda: os.open(os.path.join(os.path.dirname(folder), "pipe"), os.O_RDWR | os.O_NONBLOCK), "blocked", "not blocked"),
-        disk=word(many_files, f"{limits['file_mb']} MB", f"{limits['file_mb']} MB a file") if hasattr(os, "posix_fallocate") else f"{limits['file_mb']} MB a file"))
+    return "failed", json.dumps(
+        dict(
+            network=word(reach, "blocked", "not blocked"),
+            new_processes=word(fork, "blocked", "not blocked"),
+            memory=word(
+                lambda: mmap.mmap(-1, 2 * (limits["memory_mb"] << 20)), "limited", "not limited"
+            ),
+            files_of_the_user=(
+                "read-only" if not os.access(os.path.dirname(folder), os.W_OK) else "writable"
+            ),
+            named_pipes=word(
+                lambda: os.open(
+                    os.path.join(os.path.dirname(folder), "pipe"), os.O_RDWR | os.O_NONBLOCK
+                ),
+                "blocked",
+                "not blocked",
+            ),
+            disk=(
+                word(many_files, f"{limits['file_mb']} MB", f"{limits['file_mb']} MB a file")
+                if hasattr(os, "posix_fallocate")
+                else f"{limits['file_mb']} MB a file"
+            ),
+        )
+    )
 
 # %% ../../nbs/measures/02_programs.ipynb #488d1e89
 def _supervise(request, lifeline, folder, namespaces):
@@ -378,10 +611,22 @@ def _supervise(request, lifeline, folder, namespaces):
     one = lambda job: _one(job, limits, pipes, inner, namespaces, sealed, without)
     found = one(lambda: _probe(inner, limits))
     if found["status"] != "failed": raise RuntimeError(f"the sandbox could not be tried: {found}")
-    say(json.loads(found["detail"]) | dict(left_processes="killed" if sys.platform == "linux" else "killed in the program's process group", namespaces=namespaces))
+    say(
+        json.loads(found["detail"])
+        | dict(
+            left_processes=(
+                "killed" if sys.platform == "linux" else "killed in the program's process group"
+            ),
+            namespaces=namespaces,
+        )
+    )
     until = time.monotonic() + request["total_s"]
     for code, tests in programs:
-        say(one(lambda: _test_program(code, tests)) if time.monotonic() < until else dict(status="not_run"))
+        say(
+            one(lambda: _test_program(code, tests))
+            if time.monotonic() < until
+            else dict(status="not_run")
+        )
 
 def _raise_stop(*_): raise _Stop
 
@@ -396,7 +641,9 @@ def serve(
     if namespaces: _new_namespaces()
     os.mkfifo(pipe := os.path.join(folder, "pipe"), 0o600)
     _prctl(SUBREAPER, 1)
-    _prctl(DUMPABLE, 0) # or a program could open the descriptors and the memory of its supervisor under /proc, and write its own result
+    # or a program could open the descriptors and the memory of its supervisor under /proc, and
+    # write its own result
+    _prctl(DUMPABLE, 0)
     pid = os.fork()
     if not pid:
         try: _supervise(request, lifeline, folder, namespaces); os._exit(0)
@@ -417,19 +664,55 @@ def serve(
 class Execution:
     "All programs of one evaluation, run."
     outcomes: list # one Outcome for each program, in their order
-    protections: dict = field(default_factory=dict) # what the sandbox was found to hold back on this machine
+    # what the sandbox was found to hold back on this machine
+    protections: dict = field(default_factory=dict)
 
-START = "import sys; from importlib.util import module_from_spec as m, spec_from_file_location as s; p = s('code_execution', sys.argv[1]); sys.modules[p.name] = x = m(p); p.loader.exec_module(x); x.serve(int(sys.argv[2]), sys.argv[3])"
+# %% ../../nbs/measures/02_programs.ipynb #38c8f9d2
+START = (
+    "import sys; from importlib.util import module_from_spec as m, spec_from_file_location "
+    "as s; p = s('code_execution', sys.argv[1]); sys.modules[p.name] = x = m(p); "
+    "p.loader.exec_module(x); x.serve(int(sys.argv[2]), sys.argv[3])"
+)
 
 def _session(request, seconds):
     "One runner: the lines that it said, parsed, and its errors."
     folder, (lifeline, end) = tempfile.mkdtemp(prefix="himalaya-programs-"), os.pipe()
-    command = [sys.executable, "-P", "-s", "-B", "-X", "utf8", "-c", START, find_spec("himalaya_hest.measures.programs").origin, str(lifeline), folder]
-    fixed = dict(PATH=os.defpath, HOME=folder, TMPDIR=folder, LC_ALL="C.UTF-8", PYTHONHASHSEED="0", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    command = [
+        sys.executable,
+        "-P",
+        "-s",
+        "-B",
+        "-X",
+        "utf8",
+        "-c",
+        START,
+        find_spec("himalaya_hest.measures.programs").origin,
+        str(lifeline),
+        folder,
+    ]
+    fixed = dict(
+        PATH=os.defpath,
+        HOME=folder,
+        TMPDIR=folder,
+        LC_ALL="C.UTF-8",
+        PYTHONHASHSEED="0",
+        OMP_NUM_THREADS="1",
+        OPENBLAS_NUM_THREADS="1",
+    )
     try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[lifeline], start_new_session=True, cwd=folder, env=fixed) as process:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[lifeline],
+            start_new_session=True,
+            cwd=folder,
+            env=fixed,
+        ) as process:
             try: said, errors = process.communicate(json.dumps(request).encode(), timeout=seconds)
-            except subprocess.TimeoutExpired as e: said, errors = e.stdout or b"", b"no answer in time"
+            except subprocess.TimeoutExpired as e:
+                said, errors = e.stdout or b"", b"no answer in time"
             finally:
                 os.close(end); end = None
                 _end(process)
@@ -437,33 +720,57 @@ def _session(request, seconds):
         for fd in (lifeline, end):
             if fd is not None: os.close(fd)
         _remove(folder)
-    return [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith(b"\n")], errors.decode("utf-8", "replace")
+    return [
+        json.loads(line) for line in said.splitlines(keepends=True) if line.endswith(b"\n")
+    ], errors.decode("utf-8", "replace")
 
 def _end(process):
-    "Give the runner a moment to clean up: the pipe from this process has ended. Then kill its group."
+    """Give the runner a moment to clean up: the pipe from this process has ended. Then kill its
+    group."""
     try: process.wait(10)
     except subprocess.TimeoutExpired: os.killpg(process.pid, signal.SIGKILL)
 
 # %% ../../nbs/measures/02_programs.ipynb #bc7c3c58
 def check_platform() -> None:
     "`ValueError` where programs cannot be run."
-    if os.name != "posix": raise ValueError("programs are run on Linux and macOS only (this needs fork and resource limits): use a container or WSL, or leave allow_code_execution off")
+    if os.name != "posix":
+        raise ValueError(
+            "programs are run on Linux and macOS only (this needs fork and resource "
+            "limits): use a container or WSL, or leave allow_code_execution off"
+        )
 
+# %% ../../nbs/measures/02_programs.ipynb #64b88b5e
 def run_programs(
     programs: list[tuple[str, str]], # (program, tests) of each: Python source
     limits: Limits = Limits(), # of each program, and of all
-    without: tuple = (), # protections to do without, as if the system had none of them: namespaces, seccomp
+    # protections to do without, as if the system had none of them: namespaces, seccomp
+    without: tuple = (),
 ) -> Execution: # an Outcome of each program, and what protected the machine
-    "Run programs against their tests in one sandbox. `ValueError` on Windows, `RuntimeError` where no runner can be started."
+    """Run programs against their tests in one sandbox. `ValueError` on Windows, `RuntimeError`
+    where no runner can be started."""
     check_platform()
     results, report, until = [], None, time.monotonic() + limits.total(len(programs))
     while report is None or len(results) < len(programs):
         left = until - time.monotonic()
-        request = dict(programs=programs[len(results):], limits=asdict(limits), without=list(without), total_s=max(left, 0.))
+        request = dict(
+            programs=programs[len(results) :],
+            limits=asdict(limits),
+            without=list(without),
+            total_s=max(left, 0.0),
+        )
         said, errors = _session(request, max(left, 0.) + 2 * limits.wall_s + 30)
-        if not said: raise RuntimeError(f"the sandbox could not be started: {errors.strip()[-2000:] or 'it ended without a word'}")
+        if not said:
+            raise RuntimeError(
+                "the sandbox could not be started: "
+                f"{errors.strip()[-2000:] or 'it ended without a word'}"
+            )
         report = report or said[0]
         results += [Outcome(**r) for r in said[1:]]
-        if len(results) < len(programs) and errors: raise RuntimeError(f"the sandbox failed after {len(results)} of {len(programs)} programs: {errors.strip()[-2000:]}")
-        if len(results) < len(programs): results.append(Outcome("crashed", "ended the process that supervised it"))
+        if len(results) < len(programs) and errors:
+            raise RuntimeError(
+                f"the sandbox failed after {len(results)} of {len(programs)} programs: "
+                f"{errors.strip()[-2000:]}"
+            )
+        if len(results) < len(programs):
+            results.append(Outcome("crashed", "ended the process that supervised it"))
     return Execution(results, report)

@@ -20,7 +20,9 @@ from typing import Callable
 
 import numpy as np
 
-from .continual import as_matrix, continual_summary, evaluated_rows, forgetting_per_task
+from himalaya_hest.measures.continual import (
+    as_matrix, continual_summary, evaluated_rows, forgetting_per_task,
+)
 from .energy import joules_source
 from ..ground.table import Table
 
@@ -37,18 +39,82 @@ NEEDED = ("run_id", "config", "summary", "matrix", "tasks")
 
 # %% ../../nbs/measures/06_records.ipynb #e1886b4f
 _WORD, _FIGURE = (None, str), (None, float) # float: any number that is no truth value
-_TASK = {"name": str, "kind?": _WORD, "metric?": _WORD, "group?": _WORD, "shared_instruction?": _WORD, "languages?": (None, [str]), "chance?": _FIGURE, "steps?": _FIGURE}
-_CONFIG = {"adapter": str, "stream": str, "seed?": int, "order_seed?": int, "adapter_config?": (None, {}), "ewc?": (None, {}), "training?": {}, "evaluation?": {}, "hooks?": (None, [str]), "replay_share?": float}
-_CONFIG |= {f"{k}?": str for k in ("preset", "scale", "mode", "protocol", "instructions", "study", "model", "source", "run_id")}
-_MOMENT = {f"{k}?": _FIGURE for k in ("step", "train_loss", "val_retained_accuracy", "just_learned", "energy", "energy_target", "energy_price")} | {"task?": _WORD}
-_ENERGY = {"utilisation?": {"bin_width": float, "layers": [object], "n_tokens": [float], "cost": [[float]]}}
+_TASK = {
+    "name": str,
+    "kind?": _WORD,
+    "metric?": _WORD,
+    "group?": _WORD,
+    "shared_instruction?": _WORD,
+    "languages?": (None, [str]),
+    "chance?": _FIGURE,
+    "steps?": _FIGURE,
+}
+_CONFIG = {
+    "adapter": str,
+    "stream": str,
+    "seed?": int,
+    "order_seed?": int,
+    "adapter_config?": (None, {}),
+    "ewc?": (None, {}),
+    "training?": {},
+    "evaluation?": {},
+    "hooks?": (None, [str]),
+    "replay_share?": float,
+}
+_CONFIG |= {
+    f"{k}?": str
+    for k in (
+        "preset",
+        "scale",
+        "mode",
+        "protocol",
+        "instructions",
+        "study",
+        "model",
+        "source",
+        "run_id",
+    )
+}
+_MOMENT = {
+    f"{k}?": _FIGURE
+    for k in (
+        "step",
+        "train_loss",
+        "val_retained_accuracy",
+        "just_learned",
+        "energy",
+        "energy_target",
+        "energy_price",
+    )
+} | {"task?": _WORD}
+_ENERGY = {
+    "utilisation?": {"bin_width": float, "layers": [object], "n_tokens": [float], "cost": [[float]]}
+}
 
-RECORD = { # what is read of a record: a type, (this, or that), [of each], {name: of its value, "name?": of one that may be missing, "*": of all others}
-    "run_id": str, "role?": _WORD, "config": _CONFIG, "tasks": [str], "matrix": [[_FIGURE]], "summary": {"joules_source?": _WORD, "*": _FIGURE},
-    "scores?": (None, [{"*": {"*": _FIGURE}}]), "task_info?": (None, [_TASK]), "history?": (None, [_MOMENT]), "world?": (None, {"digest?": _WORD, "base_digest?": _WORD, "evaluation?": {}}),
-    "bytes?": (None, {"*": float}), "kept_bytes?": (None, [_FIGURE]), "zero_shot?": (None, [_FIGURE], {"*": _FIGURE}), "row_values?": (None, {"*": [_FIGURE]}), "energy?": (None, _ENERGY),
-    "dictionary?": (None, [{"task": str, **{f"{k}?": _FIGURE for k in ("grown", "pruned", "kept", "free")}}]), "confusion?": (None, {"*": {"labels": [str], "counts": [[float]]}}),
-    "searched?": (None, {"adapter_config": {}, "ewc": {}}), "final?": {}, "tracker?": (None, {}),
+RECORD = {  # what is read of a record: a type, (this, or that), [of each], {name: of its value, "name?": of one that may be missing, "*": of all others}
+    "run_id": str,
+    "role?": _WORD,
+    "config": _CONFIG,
+    "tasks": [str],
+    "matrix": [[_FIGURE]],
+    "summary": {"joules_source?": _WORD, "*": _FIGURE},
+    "scores?": (None, [{"*": {"*": _FIGURE}}]),
+    "task_info?": (None, [_TASK]),
+    "history?": (None, [_MOMENT]),
+    "world?": (None, {"digest?": _WORD, "base_digest?": _WORD, "evaluation?": {}}),
+    "bytes?": (None, {"*": float}),
+    "kept_bytes?": (None, [_FIGURE]),
+    "zero_shot?": (None, [_FIGURE], {"*": _FIGURE}),
+    "row_values?": (None, {"*": [_FIGURE]}),
+    "energy?": (None, _ENERGY),
+    "dictionary?": (
+        None,
+        [{"task": str, **{f"{k}?": _FIGURE for k in ("grown", "pruned", "kept", "free")}}],
+    ),
+    "confusion?": (None, {"*": {"labels": [str], "counts": [[float]]}}),
+    "searched?": (None, {"adapter_config": {}, "ewc": {}}),
+    "final?": {},
+    "tracker?": (None, {}),
 }
 
 def _misfit(x, shape, place="it"):
@@ -57,65 +123,137 @@ def _misfit(x, shape, place="it"):
         said = [_misfit(x, s, place) for s in shape]
         return "" if "" in said else said[-1]
     kind = list if isinstance(shape, list) else dict if isinstance(shape, dict) else shape
-    right = x is None if kind is None else isinstance(x, (int, float) if kind is float else kind) and not (kind in (int, float) and isinstance(x, bool))
-    if not right: return f"{place} is {str(x)[:40]!r} ({type(x).__name__}), expected {'a number' if kind is float else getattr(kind, '__name__', 'nothing')}"
-    if kind is list: return next(filter(None, (_misfit(v, shape[0], f"{place}[{i}]") for i, v in enumerate(x))), "")
+    right = (
+        x is None
+        if kind is None
+        else isinstance(x, (int, float) if kind is float else kind)
+        and not (kind in (int, float) and isinstance(x, bool))
+    )
+    if not right:
+        return (
+            f"{place} is {str(x)[:40]!r} ({type(x).__name__}), expected "
+            f"{'a number' if kind is float else getattr(kind, '__name__', 'nothing')}"
+        )
+    if kind is list:
+        return next(
+            filter(None, (_misfit(v, shape[0], f"{place}[{i}]") for i, v in enumerate(x))), ""
+        )
     return next(filter(None, _misfits_within(x, shape, place)), "") if kind is dict else ""
 
+# %% ../../nbs/measures/06_records.ipynb #d86e3326
 def _misfits_within(x, shape, place):
     "The same of each value of a dictionary."
     known = {name.removesuffix("?"): s for name, s in shape.items()}
-    for name in (n for n in shape if not n.endswith("?") and n != "*" and n not in x): yield f"{place} lacks {name!r}"
-    for name, v in x.items(): yield _misfit(v, known.get(name, shape.get("*", object)), f"{place}[{name!r}]")
+    for name in (n for n in shape if not n.endswith("?") and n != "*" and n not in x):
+        yield f"{place} lacks {name!r}"
+    for name, v in x.items():
+        yield _misfit(v, known.get(name, shape.get("*", object)), f"{place}[{name!r}]")
 
 # %% ../../nbs/measures/06_records.ipynb #add8df3b
 def _mismatch(r):
-    "Where two parts of a record that has its shapes do not fit each other, in words; empty where all do."
+    """Where two parts of a record that has its shapes do not fit each other, in words; empty where
+    all do."""
     tasks, T = set(r["tasks"]), len(r["tasks"])
     if not T or len(tasks) < T: return f"tasks has {T} names, {len(tasks)} of them different"
-    if {len(r["matrix"]), *map(len, r["matrix"])} != {T}: return f"the matrix has not {T} rows of {T}, a row and a column a task"
-    shares = [*(x for row in r["matrix"] for x in row), *(i.get("chance") for i in r.get("task_info") or [])]
-    if out := [x for x in shares if x is not None and not 0 <= x <= 1]: return f"the score or chance {out[0]:g} is outside [0, 1]"
-    if more := [i["name"] for i in r.get("task_info") or [] if i["name"] not in tasks]: return f"task_info has {more[0]!r}, which is no task of the run"
-    if isinstance(zero := r.get("zero_shot"), list) and len(zero) not in (0, T): return f"zero_shot has {len(zero)} scores of {T} tasks"
-    if r["summary"].get("mean_joules_per_sample") is not None and not r["summary"].get("joules_source"): return "summary has Joules and not whether they were measured"
+    if {len(r["matrix"]), *map(len, r["matrix"])} != {T}:
+        return f"the matrix has not {T} rows of {T}, a row and a column a task"
+    shares = [
+        *(x for row in r["matrix"] for x in row),
+        *(i.get("chance") for i in r.get("task_info") or []),
+    ]
+    if out := [x for x in shares if x is not None and not 0 <= x <= 1]:
+        return f"the score or chance {out[0]:g} is outside [0, 1]"
+    if more := [i["name"] for i in r.get("task_info") or [] if i["name"] not in tasks]:
+        return f"task_info has {more[0]!r}, which is no task of the run"
+    if isinstance(zero := r.get("zero_shot"), list) and len(zero) not in (0, T):
+        return f"zero_shot has {len(zero)} scores of {T} tasks"
+    if r["summary"].get("mean_joules_per_sample") is not None and not r["summary"].get(
+        "joules_source"
+    ):
+        return "summary has Joules and not whether they were measured"
     for name, c in (r.get("confusion") or {}).items():
-        if len(c["counts"]) != len(c["labels"]) or {*map(len, c["counts"])} != {len(c["labels"]) + 1}: return f"confusion[{name!r}] has not a row a label and a column more"
+        if len(c["counts"]) != len(c["labels"]) or {*map(len, c["counts"])} != {
+            len(c["labels"]) + 1
+        }:
+            return f"confusion[{name!r}] has not a row a label and a column more"
     if told := [h for h in r.get("history") or [] if "energy" in h]:
-        if any(h.get(k) is None for h in told for k in {"step", "energy", "energy_price", *({"energy_target"} & told[-1].keys())}): return "history has energy without its step, target or price"
+        if any(
+            h.get(k) is None
+            for h in told
+            for k in {"step", "energy", "energy_price", *({"energy_target"} & told[-1].keys())}
+        ):
+            return "history has energy without its step, target or price"
     if u := (r.get("energy") or {}).get("utilisation"):
-        if len(u["cost"]) != len(u["layers"]) or {*map(len, u["cost"])} - {len(u["n_tokens"])} or not any(n > 0 for n in u["n_tokens"]): return "energy['utilisation'] has not a row a layer and a column a position"
+        if (
+            len(u["cost"]) != len(u["layers"])
+            or {*map(len, u["cost"])} - {len(u["n_tokens"])}
+            or not any(n > 0 for n in u["n_tokens"])
+        ):
+            return "energy['utilisation'] has not a row a layer and a column a position"
     return ""
 
+# %% ../../nbs/measures/06_records.ipynb #486dfcb1
 def check_record(
     record, # what was read
     where: str | Path, # told with what is wrong
 ) -> Record:
     "The record; `ValueError` where it has not the shapes that are read."
-    if not isinstance(record, dict): raise ValueError(f"{where} is not the JSON of a record (it holds {type(record).__name__}, expected an object): get the file again, or delete the run's folder and run it again")
-    if missing := [k for k in NEEDED if k not in record]: raise ValueError(f"{where} lacks {', '.join(missing)}: it is not the record of a stream run")
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{where} is not the JSON of a record (it holds {type(record).__name__}, "
+            "expected an object): get the file again, or delete the run's folder and run "
+            "it again"
+        )
+    if missing := [k for k in NEEDED if k not in record]:
+        raise ValueError(
+            f"{where} lacks {', '.join(missing)}: it is not the record of a stream run"
+        )
     wrong = _misfit(record, RECORD) or _mismatch(record)
     try: wrong = wrong or json.dumps(record, ensure_ascii=False, allow_nan=False).encode() and ""
-    except (ValueError, RecursionError) as e: wrong = f"it holds a number that is not finite, half a character, or too many parts in one another ({e})"
-    if wrong: raise ValueError(f"{where} is damaged, or was changed since it was written: {wrong}. Get the file again, or delete the run's folder and run it again")
+    except (ValueError, RecursionError) as e:
+        wrong = (
+            "it holds a number that is not finite, half a character, or too many parts in "
+            f"one another ({e})"
+        )
+    if wrong:
+        raise ValueError(
+            f"{where} is damaged, or was changed since it was written: {wrong}. Get the "
+            "file again, or delete the run's folder and run it again"
+        )
     return Record(record)
 
-_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+# %% ../../nbs/measures/06_records.ipynb #d3f01266
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
 
 def plain_json(
     path: str | Path,
 ):
-    "What a file holds as JSON; `ValueError` for a pipe or a device in its place, which could be read for ever."
+    """What a file holds as JSON; `ValueError` for a pipe or a device in its place, which could be
+    read for ever."""
     kind = stat.S_IFMT(Path(path).stat().st_mode)
-    if kind != stat.S_IFREG: raise ValueError(f"it is {_KINDS.get(kind, 'something else')}, no file: nothing is read from it")
+    if kind != stat.S_IFREG:
+        raise ValueError(
+            f"it is {_KINDS.get(kind, 'something else')}, no file: nothing is read from it"
+        )
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
+# %% ../../nbs/measures/06_records.ipynb #46a62c2d
 def read_record(
     path: str | Path, # a file
 ) -> Record:
     "A record; `ValueError` naming the file for anything else."
     try: record = plain_json(path)
-    except (OSError, ValueError, RecursionError) as e: raise ValueError(f"{path} is not the JSON of a record ({e}): get the file again, or delete the run's folder and run it again") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise ValueError(
+            f"{path} is not the JSON of a record ({e}): get the file again, or delete the "
+            "run's folder and run it again"
+        ) from None
     return check_record(record, path)
 
 # %% ../../nbs/measures/06_records.ipynb #64370fb5
@@ -123,53 +261,89 @@ def finished_runs(
     results_dir: str | Path, # folder of run folders, or of committed records
 ) -> list[str]: # run_ids, the most recent last
     "The runs under a results folder that have a record."
-    found = {p.parent.name: p for p in Path(results_dir).glob("*/record.json") if p.parent.name != "comparison"}
-    found |= {p.stem: p for p in Path(results_dir).glob("*.json") if p.stem not in found and p.is_file() and b'"run_id"' in p.read_bytes()}
+    found = {
+        p.parent.name: p
+        for p in Path(results_dir).glob("*/record.json")
+        if p.parent.name != "comparison"
+    }
+    found |= {
+        p.stem: p
+        for p in Path(results_dir).glob("*.json")
+        if p.stem not in found and p.is_file() and b'"run_id"' in p.read_bytes()
+    }
     return sorted(found, key=lambda r: (found[r].stat().st_mtime_ns, r))
 
+# %% ../../nbs/measures/06_records.ipynb #9c23c6c8
 def record_path(
     results_dir: str | Path, # folder of run folders, or of committed records
     run_id: str, # name of the run
 ) -> Path: # of its record, whether it exists or not
     "{results_dir}/{run_id}/record.json, or the committed {results_dir}/{run_id}.json."
-    path, committed = Path(results_dir) / run_id / "record.json", Path(results_dir) / f"{run_id}.json"
+    path, committed = (
+        Path(results_dir) / run_id / "record.json",
+        Path(results_dir) / f"{run_id}.json",
+    )
     return committed if run_id and committed.is_file() and not path.is_file() else path
 
+# %% ../../nbs/measures/06_records.ipynb #a3176d69
 def load_record(
     results_dir: str | Path, # folder of run folders
     run_id: str, # name of the run's folder
 ) -> dict: # the record
-    "A finished run's record. Raises FileNotFoundError for an unknown or unfinished run, ValueError for a damaged record."
+    """A finished run's record. Raises FileNotFoundError for an unknown or unfinished run,
+    ValueError for a damaged record."""
     path = record_path(results_dir, run_id)
     if not path.exists():
-        if run_id and path.parent.is_dir(): raise FileNotFoundError(f"run {run_id!r} in {results_dir} has no record.json: it is not finished; start the same command again and it goes on")
+        if run_id and path.parent.is_dir():
+            raise FileNotFoundError(
+                f"run {run_id!r} in {results_dir} has no record.json: it is not finished; "
+                "start the same command again and it goes on"
+            )
         known = finished_runs(results_dir)
         near = difflib.get_close_matches(run_id, known, n=1, cutoff=0)
-        raise FileNotFoundError(f"no run {run_id!r} in {results_dir}: " + (f"did you mean {near[0]!r}? Finished runs: {', '.join(known)}" if near else "it holds no finished run; give the results_dir of a run"))
+        raise FileNotFoundError(
+            f"no run {run_id!r} in {results_dir}: "
+            + (
+                f"did you mean {near[0]!r}? Finished runs: {', '.join(known)}"
+                if near
+                else "it holds no finished run; give the results_dir of a run"
+            )
+        )
     return read_record(path)
 
 # %% ../../nbs/measures/06_records.ipynb #cbfec46f
 def select_runs(
     results_dir: str | Path, # folder of run folders
-    run_ids: str | list = "", # a list, "a,b" or '["a", "b"]'; empty: the most recent run; all: every one
+    # a list, "a,b" or '["a", "b"]'; empty: the most recent run; all: every one
+    run_ids: str | list = "",
 ) -> list[str]: # run_ids without repetitions
-    "The run_ids that are meant. Raises FileNotFoundError where nothing is given and nothing is finished."
+    """The run_ids that are meant. Raises FileNotFoundError where nothing is given and nothing is
+    finished."""
     if isinstance(run_ids, str):
         text = run_ids.strip()
         run_ids = json.loads(text) if text.startswith("[") else text.split(",")
     chosen = list(dict.fromkeys(str(r).strip() for r in run_ids if str(r).strip()))
     if chosen and chosen != ["all"]: return chosen
     finished = finished_runs(results_dir)
-    if not finished: raise FileNotFoundError(f"no finished run in {results_dir} ({Path(results_dir).resolve()}): run a study first, or give results_dir")
+    if not finished:
+        raise FileNotFoundError(
+            f"no finished run in {results_dir} ({Path(results_dir).resolve()}): run a "
+            "study first, or give results_dir"
+        )
     return sorted(finished) if chosen else finished[-1:]
 
+# %% ../../nbs/measures/06_records.ipynb #1e237467
 def load_records(
     results_dir: str | Path, # folder of run folders
     run_ids: str | list = "", # as for select_runs
 ) -> list[dict]: # their records, of one world
-    "The records of several runs; of several that are meant, damaged ones are left out with a warning. Raises ValueError if their worlds differ, or none is left."
-    return same_world(readable(lambda r: load_record(results_dir, r), select_runs(results_dir, run_ids)))
+    """The records of several runs; of several that are meant, damaged ones are left out with a
+    warning. Raises ValueError if their worlds differ, or none is left."""
+    return same_world(
+        readable(lambda r: load_record(results_dir, r), select_runs(results_dir, run_ids))
+    )
 
+# %% ../../nbs/measures/06_records.ipynb #05e459be
 def readable(
     read: Callable, # gives the record of one of them, or raises ValueError
     meant: list, # run_ids, or records
@@ -190,10 +364,15 @@ def same_world(
     "Refuse (ValueError) records whose world digests differ: their scores are not comparable."
     if not records: raise ValueError("no records: a table needs at least one run")
     worlds = {}
-    for r in records: worlds.setdefault((r.get("world") or {}).get("digest"), []).append(r["run_id"])
+    for r in records:
+        worlds.setdefault((r.get("world") or {}).get("digest"), []).append(r["run_id"])
     if len(worlds) > 1:
         shown = "; ".join(f"{str(d)[:12]}: {', '.join(ids)}" for d, ids in worlds.items())
-        raise ValueError(f"these runs belong to {len(worlds)} different worlds and cannot share a table ({shown}). Their rows, prompts, backbone or evaluation settings differ: report each world apart, or run again")
+        raise ValueError(
+            f"these runs belong to {len(worlds)} different worlds and cannot share a table "
+            f"({shown}). Their rows, prompts, backbone or evaluation settings differ: "
+            "report each world apart, or run again"
+        )
     return records
 
 # %% ../../nbs/measures/06_records.ipynb #cfa10150
@@ -201,16 +380,21 @@ def score_array(
     record: dict, # a run's record
 ) -> np.ndarray: # (T, T), nan where not measured
     "The score matrix as an array, complete or not."
-    return np.array([[np.nan if x is None else x for x in row] for row in record["matrix"]], dtype=np.float64)
+    return np.array(
+        [[np.nan if x is None else x for x in row] for row in record["matrix"]], dtype=np.float64
+    )
 
+# %% ../../nbs/measures/06_records.ipynb #1848d638
 def is_complete(
     record: dict, # a run's record
 ) -> bool: # whether the metrics of its matrix are defined
-    "Whether each task has its own score, and the rows evaluated in full (the last among them) have all of theirs."
+    """Whether each task has its own score, and the rows evaluated in full (the last among them)
+    have all of theirs."""
     R = score_array(record)
     try: return bool(as_matrix(np.where(np.isnan(R), np.nan, 0.)).size)
     except ValueError: return False
 
+# %% ../../nbs/measures/06_records.ipynb #3d4a7b29
 def chance_matrix(
     record: dict, # a run's record
 ) -> list[list] | None: # T rows of T, known where the run's scores are, all seen tasks of a run whose matrix is not complete; None without each task's chance
@@ -222,18 +406,53 @@ def chance_matrix(
     return [[float(chance[j]) if there[i, j] else None for j in range(T)] for i in range(T)]
 
 # %% ../../nbs/measures/06_records.ipynb #57fb884b
-_TWINS = (("translation", "sacrebleu"), ("pair", "label_accuracy"), ("summarisation", "rouge_l"), ("qa", "token_f1"))
+_TWINS = (
+    ("translation", "sacrebleu"),
+    ("pair", "label_accuracy"),
+    ("summarisation", "rouge_l"),
+    ("qa", "token_f1"),
+)
 
 def _made_up_tasks(T):
     "Task information as a run records it."
-    twins = [(f"{kind}_twin_{j + 1}", kind, metric) for j in range(T) for kind, metric in [_TWINS[j % 4]]]
-    return [dict(name=n, kind=k, metric=m, languages=["en"], group=None if j % 4 == 3 else "novel" if j % 3 == 0 else "elicited", shared_instruction="g1" if j % 5 == 1 else None,
-                 chance=.5 if k == "pair" else 0.) for j, (n, k, m) in enumerate(twins)]
+    twins = [
+        (f"{kind}_twin_{j + 1}", kind, metric) for j in range(T) for kind, metric in [_TWINS[j % 4]]
+    ]
+    return [
+        dict(
+            name=n,
+            kind=k,
+            metric=m,
+            languages=["en"],
+            group=None if j % 4 == 3 else "novel" if j % 3 == 0 else "elicited",
+            shared_instruction="g1" if j % 5 == 1 else None,
+            chance=0.5 if k == "pair" else 0.0,
+        )
+        for j, (n, k, m) in enumerate(twins)
+    ]
 
+# %% ../../nbs/measures/06_records.ipynb #dc0d33d1
 def _made_up_history(names, R):
     "Fifty steps a task, a loss every ten, the retained accuracy at each task's end."
-    steps = [dict(step=50 * i + s, task=t, train_loss=2.5 * math.exp(-s / 15) + .3) for i, t in enumerate(names) for s in (10, 20, 30, 40, 50)]
-    return sorted(steps + [dict(step=50 * (i + 1), task=t, val_retained_accuracy=None if None in R[i][:i + 1] else float(np.mean(R[i][:i + 1]))) for i, t in enumerate(names)], key=lambda h: h["step"])
+    steps = [
+        dict(step=50 * i + s, task=t, train_loss=2.5 * math.exp(-s / 15) + 0.3)
+        for i, t in enumerate(names)
+        for s in (10, 20, 30, 40, 50)
+    ]
+    return sorted(
+        steps
+        + [
+            dict(
+                step=50 * (i + 1),
+                task=t,
+                val_retained_accuracy=(
+                    None if None in R[i][: i + 1] else float(np.mean(R[i][: i + 1]))
+                ),
+            )
+            for i, t in enumerate(names)
+        ],
+        key=lambda h: h["step"],
+    )
 
 # %% ../../nbs/measures/06_records.ipynb #3e60516d
 def made_up_record(
@@ -244,22 +463,68 @@ def made_up_record(
     adapter: str = "himalaya", # himalaya records a dictionary
     seed: int = 0, # of the scores
     digest: str = "a" * 64, # of the world
-    after: tuple | None = None, # numbers of tasks after which all seen were evaluated; None: after each
+    # numbers of tasks after which all seen were evaluated; None: after each
+    after: tuple | None = None,
 ) -> dict: # a record as run_continual writes it
     "A synthetic record, for examples and tests only."
     learned, info = np.random.default_rng(seed).uniform(.6, 1., T), _made_up_tasks(T)
     there = lambda i, j: i == j or j < i and (after is None or i + 1 in after)
-    R, names = [[float(learned[j] * keeps ** (i - j)) if there(i, j) else None for j in range(T)] for i in range(T)], [i["name"] for i in info]
+    R, names = [
+        [float(learned[j] * keeps ** (i - j)) if there(i, j) else None for j in range(T)]
+        for i in range(T)
+    ], [i["name"] for i in info]
     used = np.cumsum([2 + j % 2 for j in range(T)])
-    life = [dict(task=t, grown=3, pruned=1 - j % 2, kept=2 + j % 2, free=int(64 - used[j])) for j, t in enumerate(names)]
-    config = dict(adapter=adapter, preset="default", stream="made_up", scale="mini", mode="full", protocol="sequential", seed=seed, order_seed=0)
-    summary = continual_summary(R) | dict(adapter_mb=.4, serving_mb=.3, cpu_latency_overhead=.05, wall_s=120., peak_memory_mb=900.)
-    confusion = {t: dict(labels=["no", "yes"], counts=[[20, 4, 1], [3, 22, 0]]) for t in names[1::4]}
+    life = [
+        dict(task=t, grown=3, pruned=1 - j % 2, kept=2 + j % 2, free=int(64 - used[j]))
+        for j, t in enumerate(names)
+    ]
+    config = dict(
+        adapter=adapter,
+        preset="default",
+        stream="made_up",
+        scale="mini",
+        mode="full",
+        protocol="sequential",
+        seed=seed,
+        order_seed=0,
+    )
+    summary = continual_summary(R) | dict(
+        adapter_mb=0.4,
+        serving_mb=0.3,
+        cpu_latency_overhead=0.05,
+        wall_s=120.0,
+        peak_memory_mb=900.0,
+    )
+    confusion = {
+        t: dict(labels=["no", "yes"], counts=[[20, 4, 1], [3, 22, 0]]) for t in names[1::4]
+    }
     beside = (dict(chrf=.5), {}, {}, dict(em=.25))
-    scores = [{t: dict(score=s, score_en=s) | beside[j % 4] for j, (t, s) in enumerate(zip(names, row)) if s is not None} for row in R]
-    return dict(run_id=run_id, role=role, config=config, summary=summary, matrix=R, scores=scores, tasks=names, history=_made_up_history(names, R), world=dict(digest=digest), task_info=info,
-                bytes=dict(atoms=49152, router=65536, gains=2560), confusion=confusion, zero_shot=[.02] * T, dictionary=life if adapter == "himalaya" else [])
+    scores = [
+        {
+            t: dict(score=s, score_en=s) | beside[j % 4]
+            for j, (t, s) in enumerate(zip(names, row))
+            if s is not None
+        }
+        for row in R
+    ]
+    return dict(
+        run_id=run_id,
+        role=role,
+        config=config,
+        summary=summary,
+        matrix=R,
+        scores=scores,
+        tasks=names,
+        history=_made_up_history(names, R),
+        world=dict(digest=digest),
+        task_info=info,
+        bytes=dict(atoms=49152, router=65536, gains=2560),
+        confusion=confusion,
+        zero_shot=[0.02] * T,
+        dictionary=life if adapter == "himalaya" else [],
+    )
 
+# %% ../../nbs/measures/06_records.ipynb #8c59fa0b
 def write_made_up(
     folder: str | Path, # a results folder
     record: dict, # a record, or part of one
@@ -271,10 +536,16 @@ def write_made_up(
 
 # %% ../../nbs/measures/06_records.ipynb #e0b0324b
 def _zero_shot(record):
-    "Zero-shot score of each task, or None: from the record's `zero_shot`, a list in the tasks' order or a dictionary by name."
+    """Zero-shot score of each task, or None: from the record's `zero_shot`, a list in the tasks'
+    order or a dictionary by name."""
     z = record.get("zero_shot")
-    return [z.get(t) for t in record["tasks"]] if isinstance(z, dict) else list(z) if z else [None] * len(record["tasks"])
+    return (
+        [z.get(t) for t in record["tasks"]]
+        if isinstance(z, dict)
+        else list(z) if z else [None] * len(record["tasks"])
+    )
 
+# %% ../../nbs/measures/06_records.ipynb #5e912fa6
 def _mean(values):
     "Mean of what is known, None where nothing is."
     known = [v for v in values if v is not None and not math.isnan(v)]
@@ -285,20 +556,45 @@ def _group(info):
     shared = info.get("shared_instruction")
     return ", ".join(x for x in (info.get("group"), shared and f"shared {shared}") if x) or None
 
-_BESIDE = dict(chrf="chrF", em="EM", exact_match="EM", macro_f1="macro-F1", f1="F1", has_answer_f1="F1 with answer", no_answer_accuracy="without answer", known_label_share="labels", valid_share="valid",
-               rouge_1="ROUGE-1", rouge_2="ROUGE-2", rouge_l="ROUGE-L", rouge_lsum="ROUGE-Lsum")
+_BESIDE = dict(
+    chrf="chrF",
+    em="EM",
+    exact_match="EM",
+    macro_f1="macro-F1",
+    f1="F1",
+    has_answer_f1="F1 with answer",
+    no_answer_accuracy="without answer",
+    known_label_share="labels",
+    valid_share="valid",
+    rouge_1="ROUGE-1",
+    rouge_2="ROUGE-2",
+    rouge_l="ROUGE-L",
+    rouge_lsum="ROUGE-Lsum",
+)
 
 def _beside(metrics):
     "What was measured of a task next to its score, in words; None where nothing was."
     languages = [k for k in metrics if k.startswith("score_")]
-    kept = [(k.removeprefix("score_") if k in languages else _BESIDE.get(k, k.replace("_", " ")), x) for k, x in metrics.items() if k != "score" and (k not in languages or len(languages) > 1)]
-    return ", ".join(f"{name} {x}" if isinstance(x, int) else f"{name} {x:.2f}" for name, x in kept if isinstance(x, float) or x) or None
+    kept = [
+        (k.removeprefix("score_") if k in languages else _BESIDE.get(k, k.replace("_", " ")), x)
+        for k, x in metrics.items()
+        if k != "score" and (k not in languages or len(languages) > 1)
+    ]
+    return (
+        ", ".join(
+            f"{name} {x}" if isinstance(x, int) else f"{name} {x:.2f}"
+            for name, x in kept
+            if isinstance(x, float) or x
+        )
+        or None
+    )
 
 # %% ../../nbs/measures/06_records.ipynb #42a5ade3
 def task_table(
     record: dict, # a run's record
 ) -> Table: # one row a task, and their mean
-    "Scores of each task: just learned, at the end, forgotten, zero-shot, chance; and what was measured beside the last one."
+    """Scores of each task: just learned, at the end, forgotten, zero-shot, chance; and what was
+    measured beside the last one."""
     R, T = score_array(record), len(record["tasks"])
     info = {i["name"]: i for i in record.get("task_info") or []}
     forgotten = forgetting_per_task(R) if is_complete(record) else np.full(T, np.nan)
@@ -306,11 +602,51 @@ def task_table(
     rows = []
     for j, (name, zero) in enumerate(zip(record["tasks"], _zero_shot(record))):
         i = info.get(name, {})
-        rows.append([j + 1, name, i.get("kind"), "+".join(i.get("languages") or []) or None, i.get("metric"), float(R[j, j]), float(R[-1, j]), float(forgotten[j]), zero, i.get("chance"), _group(i), _beside(last.get(name, {}))])
-    rows.append(["", "mean", "", "", ""] + [_mean([row[k] for row in rows]) for k in range(5, 10)] + ["", ""])
-    columns = ["#", "task", "kind", "languages", "metric", "just learned", "final", "forgotten", "zero-shot", "chance", "group", "beside"]
-    keep = [k for k in range(len(columns)) if k < 2 or any(row[k] not in (None, "") and row[k] == row[k] for row in rows[:-1])]
-    return Table(f"{record['run_id']}: scores by task", [columns[k] for k in keep], [[row[k] for k in keep] for row in rows])
+        rows.append(
+            [
+                j + 1,
+                name,
+                i.get("kind"),
+                "+".join(i.get("languages") or []) or None,
+                i.get("metric"),
+                float(R[j, j]),
+                float(R[-1, j]),
+                float(forgotten[j]),
+                zero,
+                i.get("chance"),
+                _group(i),
+                _beside(last.get(name, {})),
+            ]
+        )
+    rows.append(
+        ["", "mean", "", "", ""]
+        + [_mean([row[k] for row in rows]) for k in range(5, 10)]
+        + ["", ""]
+    )
+    columns = [
+        "#",
+        "task",
+        "kind",
+        "languages",
+        "metric",
+        "just learned",
+        "final",
+        "forgotten",
+        "zero-shot",
+        "chance",
+        "group",
+        "beside",
+    ]
+    keep = [
+        k
+        for k in range(len(columns))
+        if k < 2 or any(row[k] not in (None, "") and row[k] == row[k] for row in rows[:-1])
+    ]
+    return Table(
+        f"{record['run_id']}: scores by task",
+        [columns[k] for k in keep],
+        [[row[k] for k in keep] for row in rows],
+    )
 
 # %% ../../nbs/measures/06_records.ipynb #9383b304
 def group_table(
@@ -320,24 +656,61 @@ def group_table(
     rows = {r["task"]: r for r in task_table(record).records()[:-1]}
     groups = {}
     for i in record.get("task_info") or []:
-        for g in filter(None, (i.get("group"), "shared instruction" if i.get("shared_instruction") else "own instruction")): groups.setdefault(g, []).append(rows[i["name"]])
+        for g in filter(
+            None,
+            (
+                i.get("group"),
+                "shared instruction" if i.get("shared_instruction") else "own instruction",
+            ),
+        ):
+            groups.setdefault(g, []).append(rows[i["name"]])
     names = ["just learned", "final", "forgotten", "zero-shot", "chance"]
-    body = [[g, len(rs)] + [_mean([r.get(k) for r in rs]) for k in names] for g, rs in groups.items()]
+    body = [
+        [g, len(rs)] + [_mean([r.get(k) for r in rs]) for k in names] for g, rs in groups.items()
+    ]
     return Table(f"{record['run_id']}: scores by group of tasks", ["group", "n"] + names, body)
 
 # %% ../../nbs/measures/06_records.ipynb #cfe5003d
-SUMMARY_COLUMNS = dict(retained_accuracy_auc="AUC", average_accuracy="final", just_learned_accuracy="just learned", average_forgetting="forgotten", backward_transfer="BWT", worst_drop="worst drop",
-                       adapter_mb="adapter MB", serving_mb="serving MB", cpu_latency_overhead="CPU latency +", wall_s="wall s", peak_memory_mb="peak MB")
+SUMMARY_COLUMNS = dict(
+    retained_accuracy_auc="AUC",
+    average_accuracy="final",
+    just_learned_accuracy="just learned",
+    average_forgetting="forgotten",
+    backward_transfer="BWT",
+    worst_drop="worst drop",
+    adapter_mb="adapter MB",
+    serving_mb="serving MB",
+    cpu_latency_overhead="CPU latency +",
+    wall_s="wall s",
+    peak_memory_mb="peak MB",
+)
 
-ENERGY_COLUMNS = dict(rougeL="ROUGE-L", rougeLsum="ROUGE-Lsum", accuracy="accuracy", measured_mj="mJ a sample, measured", modelled_mj="mJ a sample, modelled", energy_share="end-to-end share", energy_share_max="its max",
-    scope_energy_share="scope share", scope_energy_share_max="its max ", latency_p50_ms="p50 (ms)", latency_p95_ms="p95 (ms)", latency_p99_ms="p99 (ms)", controller_parameters="controller parameters", adapter_mb="adapter MB", wall_s="wall (s)")
+ENERGY_COLUMNS = dict(
+    rougeL="ROUGE-L",
+    rougeLsum="ROUGE-Lsum",
+    accuracy="accuracy",
+    measured_mj="mJ a sample, measured",
+    modelled_mj="mJ a sample, modelled",
+    energy_share="end-to-end share",
+    energy_share_max="its max",
+    scope_energy_share="scope share",
+    scope_energy_share_max="its max ",
+    latency_p50_ms="p50 (ms)",
+    latency_p95_ms="p95 (ms)",
+    latency_p99_ms="p99 (ms)",
+    controller_parameters="controller parameters",
+    adapter_mb="adapter MB",
+    wall_s="wall (s)",
+)
 
 def told_summary(record: dict) -> dict:
-    "A run's summary, with Joules under the kind that they are of: measured and modelled never stand in one column."
+    """A run's summary, with Joules under the kind that they are of: measured and modelled never
+    stand in one column."""
     s = record["summary"]
     if (j := s.get("mean_joules_per_sample")) is None: return s
     return s | {f"{joules_source([s['joules_source']])}_mj": 1e3 * j}
 
+# %% ../../nbs/measures/06_records.ipynb #e1a497b4
 def summary_table(
     records: list[dict] | dict, # records of one world
 ) -> Table: # one row a run
@@ -347,19 +720,50 @@ def summary_table(
     if any(r.get("energy") for r in records): about.append("e_max")
     known = ENERGY_COLUMNS if any(r.get("energy") for r in records) else SUMMARY_COLUMNS
     names = [k for k in known if any(told_summary(r).get(k) is not None for r in records)]
-    rows = [[r["run_id"], run_role(r)] + ["–" if (v := r["config"].get(k)) is None else str(round(v, 4) if isinstance(v, float) else v) for k in about] + [told_summary(r).get(k) for k in names] for r in records]
-    varied = [k for k in range(len(rows[0])) if k in (0, 2) or k >= 2 + len(about) or len({row[k] for row in rows}) > 1]
+    rows = [
+        [r["run_id"], run_role(r)]
+        + [
+            (
+                "–"
+                if (v := r["config"].get(k)) is None
+                else str(round(v, 4) if isinstance(v, float) else v)
+            )
+            for k in about
+        ]
+        + [told_summary(r).get(k) for k in names]
+        for r in records
+    ]
+    varied = [
+        k
+        for k in range(len(rows[0]))
+        if k in (0, 2) or k >= 2 + len(about) or len({row[k] for row in rows}) > 1
+    ]
     columns = ["run", "role"] + about + [known[k] for k in names]
-    fixed = ", ".join(f"{columns[k]} {rows[0][k]}" for k in range(1, 2 + len(about)) if k not in varied)
-    return Table(f"{len(rows)} run{'s' * (len(rows) > 1)} ({fixed})" + _chance_said(records) + _points(records[0]), [columns[k] for k in varied], [[row[k] for k in varied] for row in rows])
+    fixed = ", ".join(
+        f"{columns[k]} {rows[0][k]}" for k in range(1, 2 + len(about)) if k not in varied
+    )
+    return Table(
+        f"{len(rows)} run{'s' * (len(rows) > 1)} ({fixed})"
+        + _chance_said(records)
+        + _points(records[0]),
+        [columns[k] for k in varied],
+        [[row[k] for k in varied] for row in rows],
+    )
 
+# %% ../../nbs/measures/06_records.ipynb #8609041f
 def _points(record):
-    "After which tasks all seen were evaluated, where that was not after each; records of one world share it."
-    if not is_complete(record) or len(after := evaluated_rows(score_array(record)) + 1) == len(record["tasks"]): return ""
+    """After which tasks all seen were evaluated, where that was not after each; records of one
+    world share it."""
+    if not is_complete(record) or len(after := evaluated_rows(score_array(record)) + 1) == len(
+        record["tasks"]
+    ):
+        return ""
     return f"; AUC: mean after tasks {', '.join(map(str, after))}"
 
+# %% ../../nbs/measures/06_records.ipynb #7c3a6c1e
 def _chance_said(records):
-    "The final score of the best constant answers, where it is known; runs of one world share their tasks' chance, not always their tasks."
+    """The final score of the best constant answers, where it is known; runs of one world share
+    their tasks' chance, not always their tasks."""
     known = {f"{np.mean(c[-1]):.3f}" for r in records if (c := chance_matrix(r))}
     return f"; final of the best constant answers: {', '.join(sorted(known))}" * bool(known)
 
@@ -369,8 +773,15 @@ def byte_table(
     "What the adapter stores, in bytes; MB are 10^6 bytes."
     parts = record.get("bytes") or {}
     total = sum(parts.values())
-    rows = [[name, int(n), n / 1e6, n / total if total else None] for name, n in sorted(parts.items(), key=lambda p: -p[1])]
-    return Table(f"{record['run_id']}: stored state", ["part", "bytes", "MB", "share"], rows + [["total", int(total), total / 1e6, 1.0 if total else None]])
+    rows = [
+        [name, int(n), n / 1e6, n / total if total else None]
+        for name, n in sorted(parts.items(), key=lambda p: -p[1])
+    ]
+    return Table(
+        f"{record['run_id']}: stored state",
+        ["part", "bytes", "MB", "share"],
+        rows + [["total", int(total), total / 1e6, 1.0 if total else None]],
+    )
 
 # %% ../../nbs/measures/06_records.ipynb #0d8a6f71
 def run_role(
@@ -379,4 +790,8 @@ def run_role(
     "The role of a run: from the record, else from its name; None where neither tells."
     if record.get("role"): return record["role"]
     name = record["run_id"].lower()
-    return "proposed" if "proposed" in name else "baseline" if "comparative" in name or "baseline" in name else None
+    return (
+        "proposed"
+        if "proposed" in name
+        else "baseline" if "comparative" in name or "baseline" in name else None
+    )

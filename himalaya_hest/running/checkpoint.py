@@ -26,7 +26,7 @@ from safetensors.torch import load as load_safetensors, save as save_safetensors
 from torch import Tensor
 
 # %% ../../nbs/running/06_checkpoint.ipynb #9662f3c1
-REFUSALS = { # errno → what happened, and the way out
+REFUSALS = {  # errno → what happened, and the way out
     errno.ENOSPC: "the disk is full: free some space on it",
     errno.EDQUOT: "your quota of that disk is used up: remove files of yours, or ask for more",
     errno.EFBIG: "the file would be larger than this process may write: raise the limit (ulimit -f)",
@@ -44,10 +44,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS) # which only writi
 class StorageError(OSError):
     "What a disk refused, told with the way out; `errno` and `filename` are those of the refusal."
 
+# %% ../../nbs/running/06_checkpoint.ipynb #8288dbb3
 @contextlib.contextmanager
 def telling_refusals(
     place: Path, # what is written: a file or a folder
-    n_bytes: int | None = None, # that have to be written; None: of many files, one of which may be refused
+    # that have to be written; None: of many files, one of which may be refused
+    n_bytes: int | None = None,
     kept: str = "", # what is still there
     of: Container[int] = REFUSALS, # the errors meant; where something is read as well, FULL
 ):
@@ -56,14 +58,28 @@ def telling_refusals(
     except StorageError: raise
     except OSError as e:
         if e.errno not in of: raise
-        if n_bytes is None and e.filename: place = Path(e.filename) # the one that was refused, where many may be written
-        need = "" if n_bytes is None else f" {n_bytes / 1e6:.3f} MB have to be written{_room(place)}."
-        raise StorageError(e.errno, f"{place} cannot be written: {REFUSALS[e.errno]}, or choose another place (results_dir, cache_dir).{need} {kept}".rstrip(), e.filename) from e
+        if n_bytes is None and e.filename:
+            # the one that was refused, where many may be written
+            place = Path(e.filename)
+        need = (
+            "" if n_bytes is None else f" {n_bytes / 1e6:.3f} MB have to be written{_room(place)}."
+        )
+        raise StorageError(
+            e.errno,
+            f"{place} cannot be written: {REFUSALS[e.errno]}, or choose another place "
+            f"(results_dir, cache_dir).{need} {kept}".rstrip(),
+            e.filename,
+        ) from e
 
+# %% ../../nbs/running/06_checkpoint.ipynb #d4d33440
 def _room(place):
     "Free space where the place lies, in words."
     with contextlib.suppress(OSError, IndexError):
-        return f", {shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free / 1e6:.3f} MB are free"
+        return (
+            ", "
+            f"{shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free / 1e6:.3f} "
+            "MB are free"
+        )
     return ""
 
 # %% ../../nbs/running/06_checkpoint.ipynb #6175064c
@@ -75,6 +91,7 @@ def write_synced(
     with open(path, "wb") as f:
         f.write(data); f.flush(); os.fsync(f.fileno())
 
+# %% ../../nbs/running/06_checkpoint.ipynb #79cc9dd0
 def _sync(path): # a file or a folder
     fd = os.open(path, os.O_RDONLY)
     try: os.fsync(fd)
@@ -86,6 +103,7 @@ def sync_tree(
     "Wait until the disk has a folder with all that lies in it."
     for path in (*sorted(folder.rglob("*")), folder): _sync(path)
 
+# %% ../../nbs/running/06_checkpoint.ipynb #ed3f100e
 def write_atomic(
     path: Path, # the file to be there afterwards, whole
     text: str,
@@ -94,10 +112,15 @@ def write_atomic(
     try: data = text.encode()
     except UnicodeEncodeError as e:
         near = ascii(text[max(e.start - 30, 0):e.start + 1])
-        raise ValueError(f"{path} is not written: the text {near} ends in half a character, which no UTF-8 file can hold; mend the record, name or row that it comes from") from None
+        raise ValueError(
+            f"{path} is not written: the text {near} ends in half a character, which no "
+            "UTF-8 file can hold; mend the record, name or row that it comes from"
+        ) from None
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with telling_refusals(path, len(data), "What was there before is whole." if path.exists() else ""):
+        with telling_refusals(
+            path, len(data), "What was there before is whole." if path.exists() else ""
+        ):
             write_synced(temporary, data)
             os.replace(temporary, path)
             _sync(path.parent)
@@ -116,19 +139,40 @@ def save_checkpoint(
 ) -> Path: # the new checkpoint
     "Write a whole checkpoint or none; `StorageError` where the disk refuses. One process a folder."
     folder, target = Path(folder), Path(folder)/f"checkpoint-{number:08d}"
-    blob, text = save_safetensors({k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}), json.dumps(meta, sort_keys=True)
+    blob, text = save_safetensors(
+        {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
+    ), json.dumps(meta, sort_keys=True)
     before = list_checkpoints(folder)[-1:]
-    with telling_refusals(folder, len(blob) + len(text), f"{before[0].name} is still there, and the same command goes on from it." if before else "There is no checkpoint yet."), _cleared(folder):
+    with (
+        telling_refusals(
+            folder,
+            len(blob) + len(text),
+            (
+                f"{before[0].name} is still there, and the same command goes on from it."
+                if before
+                else "There is no checkpoint yet."
+            ),
+        ),
+        _cleared(folder),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=_WRITING, dir=folder))
         write_synced(temporary/"state.safetensors", blob)
-        write_synced(temporary/"state.json", json.dumps(dict(meta=text, meta_sha256=_digest(text.encode()), tensors_sha256=_digest(blob))).encode())
+        write_synced(
+            temporary / "state.json",
+            json.dumps(
+                dict(meta=text, meta_sha256=_digest(text.encode()), tensors_sha256=_digest(blob))
+            ).encode(),
+        )
         _sync(temporary)
         if target.exists(): os.replace(target, folder/f"{_WRITING}{target.name}")
         os.replace(temporary, target); _sync(folder)
-        for old in list_checkpoints(folder)[:-keep]: os.replace(old, folder/f"{_WRITING}{old.name}") # half a folder never has a checkpoint's name
+        for old in list_checkpoints(folder)[:-keep]:
+            # half a folder never has a checkpoint's name
+            os.replace(old, folder/f"{_WRITING}{old.name}")
     return target
 
+# %% ../../nbs/running/06_checkpoint.ipynb #8523d5b8
 _WRITING = ".writing-"
 
 @contextlib.contextmanager
@@ -140,6 +184,7 @@ def _cleared(folder):
     try: yield
     finally: clear()
 
+# %% ../../nbs/running/06_checkpoint.ipynb #b4203b10
 def list_checkpoints(
     folder: str | Path,
 ) -> list[Path]: # oldest first
@@ -157,22 +202,36 @@ def read_checkpoint(
         blob = (path/"state.safetensors").read_bytes()
         text, digests = outer["meta"], (outer["meta_sha256"], outer["tensors_sha256"])
         text.encode()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e: raise ValueError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
-    if (_digest(text.encode()), _digest(blob)) != digests: raise ValueError(f"checkpoint {path} is damaged: its digest does not match its content")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise ValueError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
+    if (_digest(text.encode()), _digest(blob)) != digests:
+        raise ValueError(f"checkpoint {path} is damaged: its digest does not match its content")
     return load_safetensors(blob), json.loads(text)
 
+# %% ../../nbs/running/06_checkpoint.ipynb #b9c37c78
 class CheckpointWarning(UserWarning):
     "A checkpoint that cannot be used."
 
+# %% ../../nbs/running/06_checkpoint.ipynb #4e846bb2
 def latest_checkpoint(
     folder: str | Path, # holds the checkpoints of one run
 ) -> tuple[dict[str, Tensor], dict] | None: # tensors and meta, or None without a checkpoint
-    "The newest whole checkpoint; a damaged one is named in a `CheckpointWarning` and passed over. `ValueError` where all are damaged."
+    """The newest whole checkpoint; a damaged one is named in a `CheckpointWarning` and passed over.
+    `ValueError` where all are damaged."""
     there = list_checkpoints(folder)
     for path in reversed(there):
         try: return read_checkpoint(path)
-        except ValueError as e: warnings.warn(f"{e}; the one before it is used" if path != there[0] else str(e), CheckpointWarning, stacklevel=2)
-    if there: raise ValueError(f"{folder} holds no checkpoint that is whole ({len(there)} damaged): restore it from a copy, or remove it and begin anew")
+        except ValueError as e:
+            warnings.warn(
+                f"{e}; the one before it is used" if path != there[0] else str(e),
+                CheckpointWarning,
+                stacklevel=2,
+            )
+    if there:
+        raise ValueError(
+            f"{folder} holds no checkpoint that is whole ({len(there)} damaged): restore "
+            "it from a copy, or remove it and begin anew"
+        )
     return None
 
 # %% ../../nbs/running/06_checkpoint.ipynb #a4a5f291
@@ -180,22 +239,35 @@ def random_states() -> dict[str, Tensor]: # names → uint8 or int64 tensors
     "The states of torch's, numpy's and Python's global generators."
     _, keys, pos, has_gauss, cached = np.random.get_state()
     version, internal, gauss = random.getstate()
-    out = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys.astype(np.int64)),
-           "numpy_rest": torch.tensor([pos, has_gauss, cached], dtype=torch.float64),
-           "python": torch.tensor(internal, dtype=torch.int64), "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)}
-    return out | {f"cuda.{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])}
+    out = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+        "numpy_rest": torch.tensor([pos, has_gauss, cached], dtype=torch.float64),
+        "python": torch.tensor(internal, dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
+    return out | {
+        f"cuda.{i}": s
+        for i, s in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+    }
 
+# %% ../../nbs/running/06_checkpoint.ipynb #5bc9f142
 def set_random_states(
     states: dict[str, Tensor], # as `random_states` gave them
 ) -> None:
     "Put the generators back."
     torch.set_rng_state(states["torch"])
     pos, has_gauss, cached = states["numpy_rest"].tolist()
-    np.random.set_state(("MT19937", states["numpy"].numpy().astype(np.uint32), int(pos), int(has_gauss), cached))
-    random.setstate((3, tuple(states["python"].tolist()), *(states["python_gauss"].tolist() or [None])))
+    np.random.set_state(
+        ("MT19937", states["numpy"].numpy().astype(np.uint32), int(pos), int(has_gauss), cached)
+    )
+    random.setstate(
+        (3, tuple(states["python"].tolist()), *(states["python_gauss"].tolist() or [None]))
+    )
     cuda = [v for k, v in sorted(states.items()) if k.startswith("cuda.")]
     if cuda and torch.cuda.is_available(): torch.cuda.set_rng_state_all(cuda)
 
+# %% ../../nbs/running/06_checkpoint.ipynb #c86c6c97
 def seed_all(
     seed: int, # at least 0
 ) -> None:

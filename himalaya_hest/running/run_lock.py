@@ -24,6 +24,7 @@ LEASE_S = 30. # of a lock whose owner is on another machine; every process must 
 class RunTaken(RuntimeError):
     "A run that another process works on."
 
+# %% ../../nbs/running/07_run_lock.ipynb #e5f3385a
 def owner_text(
     lease: SoftFileLease,
 ) -> str: # empty where there is none
@@ -34,11 +35,13 @@ def owner_text(
     except OSError: return ""
     return f"process {owner.pid} on {owner.hostname}, last heard of {age:.0f} s ago"
 
+# %% ../../nbs/running/07_run_lock.ipynb #d782714b
 def on_this_machine(lease: SoftFileLease) -> bool:
     "Is its owner a process that can be asked for here?"
     owner = lease.owner
     return owner is not None and owner.hostname.partition("?pidns-")[0] == socket.gethostname()
 
+# %% ../../nbs/running/07_run_lock.ipynb #82f263df
 def held_by(
     path: Path, # of a lock
     lease_s: float = LEASE_S,
@@ -64,9 +67,14 @@ class RunLock:
         "`RunTaken` if it was lost: then nothing may be written any more."
         if (lost := self.lease.compromise) is None: return
         now = owner_text(self.lease)
-        raise RunTaken(f"this process no longer holds {self.lease.lock_file} ({lost.reason}{'; now ' + now if now else ''}), "
-                       "so it stops without writing. It was without a sign of life for too long, or the file was removed.")
+        raise RunTaken(
+            f"this process no longer holds {self.lease.lock_file} "
+            f"({lost.reason}{'; now ' + now if now else ''}), "
+            "so it stops without writing. It was without a sign of life for too long, or "
+            "the file was removed."
+        )
 
+# %% ../../nbs/running/07_run_lock.ipynb #13c7d237
 @contextmanager
 def locked(
     path: Path, # of the lock, beside what it protects; gone afterwards
@@ -74,7 +82,8 @@ def locked(
     tell: Callable[[str], None] = print, # told what is waited for
     lease_s: float = LEASE_S,
 ): # yields RunLock
-    "Hold a lock; `RunTaken` names a process that holds it, `StorageError` a folder that cannot be written."
+    """Hold a lock; `RunTaken` names a process that holds it, `StorageError` a folder that cannot be
+    written."""
     with telling_refusals(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         lease = SoftFileLease(path, lease_duration=lease_s)
@@ -82,32 +91,52 @@ def locked(
     try: yield RunLock(lease, waited)
     finally: lease.release()
 
+# %% ../../nbs/running/07_run_lock.ipynb #3c8adcdc
 def _take(lease, path, wait, tell):
     "Take the lock, at once or after its owner; true where it was waited for."
     try:
-        lease.acquire(timeout=.2, poll_interval=.02) # some versions need a second look to take over from the dead
+        # some versions need a second look to take over from the dead
+        lease.acquire(timeout=.2, poll_interval=.02)
         return False
     except Timeout: who = owner_text(lease)
     if who and not held_by(path, lease.lease_duration): _refuse_left_over(path, who)
     if wait or not on_this_machine(lease):
-        tell(f"{path} is held by {who or 'nobody that can be read'}: " + ("it is waited for" if wait else f"up to {1.5 * lease.lease_duration:.0f} s are waited for a sign of life"))
+        tell(
+            f"{path} is held by {who or 'nobody that can be read'}: "
+            + (
+                "it is waited for"
+                if wait
+                else f"up to {1.5 * lease.lease_duration:.0f} s are waited for a sign of life"
+            )
+        )
         try:
             lease.acquire(timeout=-1 if wait else 1.5 * lease.lease_duration)
             return True
         except Timeout: who = owner_text(lease)
-    raise RunTaken(f"{path} is held by {who or 'a file that is no lock of this package'}: another process works on this run. Wait for it or stop it (then the same command goes on from its checkpoint), "
-                   "or give another run_id. If it is surely gone, remove the file.")
+    raise RunTaken(
+        f"{path} is held by {who or 'a file that is no lock of this package'}: another "
+        "process works on this run. Wait for it or stop it (then the same command goes on "
+        "from its checkpoint), "
+        "or give another run_id. If it is surely gone, remove the file."
+    )
 
+# %% ../../nbs/running/07_run_lock.ipynb #d659d6c8
 def _refuse_left_over(path, who):
     "`StorageError` for a lock that nobody holds in a folder where nothing can be removed."
     try: tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as e:
         why = REFUSALS.get(e.errno, e.strerror)
-        raise StorageError(e.errno, f"{path} is left over from {who}, which is gone, and cannot be removed: {why}, or choose another results_dir", str(path)) from e
+        raise StorageError(
+            e.errno,
+            f"{path} is left over from {who}, which is gone, and cannot be removed: {why}, "
+            "or choose another results_dir",
+            str(path),
+        ) from e
 
 # %% ../../nbs/running/07_run_lock.ipynb #94a91eb3
 class Leases:
-    "Locks in one folder, taken only where nobody alive holds them; all are given back at the end of the block."
+    """Locks in one folder, taken only where nobody alive holds them; all are given back at the end
+    of the block."""
     def __init__(self,
         folder: Path, # the same for all workers; on several machines a shared one
         lease_s: float = LEASE_S,
@@ -117,7 +146,9 @@ class Leases:
         for name in self.known: self.release(name)
     def take(self, name: str) -> bool:
         "Hold a lock, at once or not at all."
-        lease = self.known.setdefault(name, SoftFileLease(self.folder/f"{name}.lock", lease_duration=self.lease_s))
+        lease = self.known.setdefault(
+            name, SoftFileLease(self.folder / f"{name}.lock", lease_duration=self.lease_s)
+        )
         for _ in range(2): # the first look may only clear away what a dead process left
             if lease.is_locked: return True
             with suppress(Timeout): lease.acquire(timeout=0)

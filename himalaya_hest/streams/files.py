@@ -25,8 +25,11 @@ def _utf8(data, path, line):
     try: return data.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as e:
         at = line + data[:e.start].count(b"\n")
-        raise ValueError(f"{path}, line {at}: not UTF-8 (byte 0x{data[e.start]:02x}); save the file as UTF-8") from None
+        raise ValueError(
+            f"{path}, line {at}: not UTF-8 (byte 0x{data[e.start]:02x}); save the file as " "UTF-8"
+        ) from None
 
+# %% ../../nbs/streams/03_files.ipynb #d36fc6fb
 def _unique(pairs):
     if len(row := dict(pairs)) < len(pairs):
         seen = set() # counting each key would take hours for a line of many
@@ -34,13 +37,17 @@ def _unique(pairs):
         raise LookupError(f"the key {twice[:60]!r} stands there twice")
     return row
 
+# %% ../../nbs/streams/03_files.ipynb #988536ce
 def _json(text, path, line):
     try: return json.loads(text.rstrip(), object_pairs_hook=_unique)
-    except json.JSONDecodeError as e: line, why = line + e.lineno - 1, f"{e.msg} at column {e.colno}"
+    except json.JSONDecodeError as e:
+        line, why = line + e.lineno - 1, f"{e.msg} at column {e.colno}"
     except LookupError as e: why = e.args[0]
     except RecursionError: why = "nested too deeply"
     except ValueError: why = "a number of more digits than Python reads"
-    raise ValueError(f"{path}, line {line}: not readable as JSON ({why}); mend or remove the line") from None
+    raise ValueError(
+        f"{path}, line {line}: not readable as JSON ({why}); mend or remove the line"
+    ) from None
 
 def _object(row, path, number):
     if isinstance(row, dict): return number, row
@@ -48,7 +55,8 @@ def _object(row, path, number):
 
 # %% ../../nbs/streams/03_files.ipynb #d79163df
 class JsonLines:
-    "Rows of a file of JSON lines as a sequence of (line number, row), each read when it is asked for."
+    """Rows of a file of JSON lines as a sequence of (line number, row), each read when it is asked
+    for."""
     def __init__(self,
         path: Path, # UTF-8, one object a line
     ):
@@ -58,19 +66,28 @@ class JsonLines:
         while line := self.file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES: raise ValueError(_too_long(path, number))
-            if line.removeprefix(b"\xef\xbb\xbf").strip(): self.starts.append(at); self.numbers.append(number)
+            if line.removeprefix(b"\xef\xbb\xbf").strip():
+                self.starts.append(at); self.numbers.append(number)
             at += len(line)
     def __len__(self) -> int: return len(self.starts)
     def __getitem__(self, i: int) -> tuple[int, dict]:
         number = self.numbers[i]
         self.file.seek(self.starts[i])
-        return _object(_json(_utf8(self.file.readline(), self.path, number), self.path, number), self.path, number)
+        return _object(
+            _json(_utf8(self.file.readline(), self.path, number), self.path, number),
+            self.path,
+            number,
+        )
     def __del__(self):
         if hasattr(self, "file"): self.file.close()
 
+# %% ../../nbs/streams/03_files.ipynb #76f1b5e9
 def _too_long(path, number):
-    return (f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; a row is a document with its answer, so a line end may be missing: "
-            "shorten or remove the line")
+    return (
+        f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; a row is a "
+        "document with its answer, so a line end may be missing: "
+        "shorten or remove the line"
+    )
 
 # %% ../../nbs/streams/03_files.ipynb #85fd89e9
 def read_text(
@@ -79,6 +96,7 @@ def read_text(
     "A UTF-8 file; `ValueError` naming file and line where it is not."
     return _utf8(path.read_bytes(), path, 1)
 
+# %% ../../nbs/streams/03_files.ipynb #5463f84a
 def read_json(
     path: Path, # JSON lines, or a .json file with one list
 ): # sequence of (line, or position in the list, from 1; row)
@@ -91,27 +109,45 @@ def read_json(
 def read_csv(
     path: Path, # comma-separated, with a header line
 ) -> list[tuple[int, dict]]: # record from 1, row
-    "Rows of a CSV file; `ValueError` naming file and line of a record that does not fit the header."
+    """Rows of a CSV file; `ValueError` naming file and line of a record that does not fit the
+    header."""
     limit = csv.field_size_limit(2 ** 31 - 1)
     try:
         reader = csv.reader(_lines(read_text(path)), strict=True)
         header, records = next(reader, []), []
         for record in reader:
             if not record: continue
-            if len(record) != len(header): raise ValueError(f"{path}, line {reader.line_num}: {len(record)} cells, but the header has {len(header)}: {str(header)[:200]}; mend the record, or quote cells that hold commas")
+            if len(record) != len(header):
+                raise ValueError(
+                    f"{path}, line {reader.line_num}: {len(record)} cells, but the header "
+                    f"has {len(header)}: {str(header)[:200]}; mend the record, or quote "
+                    "cells that hold commas"
+                )
             records.append(record)
-    except csv.Error as e: raise ValueError(f"{path}, line {reader.line_num}: not CSV ({e}); quote cells that hold quotes or line ends") from None
+    except csv.Error as e:
+        raise ValueError(
+            f"{path}, line {reader.line_num}: not CSV ({e}); quote cells that hold quotes "
+            "or line ends"
+        ) from None
     finally: csv.field_size_limit(limit)
     _check_header(header, path)
     columns = [_typed(c) for c in zip(*records)]
     return [(i, _nested(header, cells)) for i, cells in enumerate(zip(*columns), 1)]
 
+# %% ../../nbs/streams/03_files.ipynb #63f45b25
 def _check_header(header, path):
     seen, plain = set(), {name for name in header if not name.partition(".")[2]}
     for name in header:
         column, _, inner = name.partition(".")
-        if name in seen: raise ValueError(f"{path}, line 1: two columns are called {name[:60]!r}; give each its own name")
-        if inner and column in plain: raise ValueError(f"{path}, line 1: {name[:60]!r} would be a field of {column[:60]!r}, which is a column itself; rename one")
+        if name in seen:
+            raise ValueError(
+                f"{path}, line 1: two columns are called {name[:60]!r}; give each its own " "name"
+            )
+        if inner and column in plain:
+            raise ValueError(
+                f"{path}, line 1: {name[:60]!r} would be a field of {column[:60]!r}, which "
+                "is a column itself; rename one"
+            )
         seen.add(name)
 
 # %% ../../nbs/streams/03_files.ipynb #872ea380
@@ -141,7 +177,8 @@ class ParquetRows:
     ):
         import pyarrow as pa
         import pyarrow.parquet
-        self.path, self.broken = path, (pa.ArrowException, OSError, OverflowError, ValueError) # a date past 9999 overflows
+        # a date past 9999 overflows
+        self.path, self.broken = path, (pa.ArrowException, OSError, OverflowError, ValueError)
         try: self.file = pa.parquet.ParquetFile(path, pre_buffer=False)
         except self.broken as e: raise self.unreadable(path, e) from None
         sizes = [self.file.metadata.row_group(g).num_rows for g in range(self.file.num_row_groups)]
@@ -152,7 +189,8 @@ class ParquetRows:
         if not 0 <= i < len(self): raise IndexError(i)
         try: return i + 1, self.seek(i).slice(i - self.first, 1).to_pylist()[0]
         except self.broken as e: raise self.unreadable(f"{self.path}, row {i + 1}", e) from None
-    def unreadable(self, at, e): return ValueError(f"{at}: not readable as Parquet ({e}); write the file again")
+    def unreadable(self, at, e):
+        return ValueError(f"{at}: not readable as Parquet ({e}); write the file again")
     def seek(self, i):
         "The block that holds row i."
         group = bisect_right(self.ends, i)
@@ -160,7 +198,8 @@ class ParquetRows:
             self.group, self.first = group, self.ends[group - 1] if group else 0
             self.batches = self.file.iter_batches(BLOCK, row_groups=[group])
             self.block = next(self.batches)
-        while i >= self.first + len(self.block): self.first, self.block = self.first + len(self.block), next(self.batches)
+        while i >= self.first + len(self.block):
+            self.first, self.block = self.first + len(self.block), next(self.batches)
         return self.block
 
 # %% ../../nbs/streams/03_files.ipynb #44f36b8d
@@ -175,7 +214,11 @@ class NumberedDataset:
     def __len__(self) -> int: return len(self.dataset)
     def __getitem__(self, i: int) -> tuple[int, dict]:
         if not 0 <= i < len(self): raise IndexError(i)
-        inside, follows, self.last = self.first <= i < self.first + len(self.block), i == self.last + 1, i
+        inside, follows, self.last = (
+            self.first <= i < self.first + len(self.block),
+            i == self.last + 1,
+            i,
+        )
         if not inside and not follows: return i + 1, self.values(i, i + 1)[0]
         if not inside: self.first, self.block = i, self.values(i, min(i + BLOCK, len(self)))
         return i + 1, self.block[i - self.first]
@@ -185,6 +228,7 @@ class NumberedDataset:
             rows = f"row {stop}" if stop == start + 1 else f"one of the rows {start + 1} to {stop}"
             raise ValueError(f"{self.at}, {rows}: not readable ({e}); save it again") from None
 
+# %% ../../nbs/streams/03_files.ipynb #74f13852
 def read_saved(
     path: Path, # a folder written by `Dataset.save_to_disk`
 ) -> NumberedDataset:
@@ -192,15 +236,25 @@ def read_saved(
     from datasets import load_from_disk
     _check_inside(path)
     try: return NumberedDataset(load_from_disk(str(path)), str(path))
-    except (OSError, ValueError, KeyError, TypeError) as e: raise ValueError(f"{path}: not readable as a saved dataset ({e}); save it again") from None
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path}: not readable as a saved dataset ({e}); save it again") from None
 
+# %% ../../nbs/streams/03_files.ipynb #2de69aab
 def _check_inside(path):
     "`ValueError` where a saved dataset names files that do not lie in its folder."
-    state = _json(read_text(path / "state.json"), path / "state.json", 1) if (path / "state.json").is_file() else None
+    state = (
+        _json(read_text(path / "state.json"), path / "state.json", 1)
+        if (path / "state.json").is_file()
+        else None
+    )
     listed = state.get("_data_files") if isinstance(state, dict) else None
     for f in listed if isinstance(listed, list) else ():
         name = f.get("filename") if isinstance(f, dict) else None
-        if not isinstance(name, str) or Path(name).name != name or name == ".." or "\\" in name: raise ValueError(f"{path}: its state.json names the file {str(name)[:100]!r}, which does not lie in this folder; save it again")
+        if not isinstance(name, str) or Path(name).name != name or name == ".." or "\\" in name:
+            raise ValueError(
+                f"{path}: its state.json names the file {str(name)[:100]!r}, which does "
+                "not lie in this folder; save it again"
+            )
 
 READERS = {".jsonl": read_json, ".json": read_json, ".csv": read_csv, ".parquet": ParquetRows}
 
@@ -210,27 +264,56 @@ def find_split(
     split: str, # the split's name in the data
 ) -> Path: # a file, or a folder written by `save_to_disk`
     "Where a split lies; `ValueError` naming what is there when it is missing or lies there twice."
-    if not folder.parent.is_dir(): raise ValueError(f"data_dir '{folder.parent}' is no folder; give the folder that holds one folder a task")
+    if not folder.parent.is_dir():
+        raise ValueError(
+            f"data_dir '{folder.parent}' is no folder; give the folder that holds one "
+            "folder a task"
+        )
     if not folder.is_dir():
         there = sorted(p.name for p in folder.parent.iterdir() if p.is_dir())
-        raise ValueError(f"no folder '{folder.name}' in data_dir '{folder.parent}'{nearest(folder.name, there)}; "
-                         f"there are {', '.join(there) or 'none'}. Name the task after its folder, or add the folder")
+        raise ValueError(
+            f"no folder '{folder.name}' in data_dir "
+            f"'{folder.parent}'{nearest(folder.name, there)}; "
+            f"there are {', '.join(there) or 'none'}. Name the task after its folder, or "
+            "add the folder"
+        )
     if (folder / "dataset_dict.json").is_file(): return _saved_split(folder, split)
     found = [p for p in (folder / f"{split}{end}" for end in READERS) if p.is_file()]
-    found += [p for p in (folder / split,) if (p / "state.json").is_file() or (p / "dataset_info.json").is_file()]
+    found += [
+        p
+        for p in (folder / split,)
+        if (p / "state.json").is_file() or (p / "dataset_info.json").is_file()
+    ]
     if len(found) == 1: return found[0]
-    if found: raise ValueError(f"'{folder}' holds the split '{split}' more than once ({', '.join(p.name for p in found)}); keep one")
+    if found:
+        raise ValueError(
+            f"'{folder}' holds the split '{split}' more than once "
+            f"({', '.join(p.name for p in found)}); keep one"
+        )
     there = sorted(p.name for p in folder.iterdir())
-    raise ValueError(f"no split '{split}' in '{folder}'{nearest(split, [p.split('.')[0] for p in there])}; expected {split}.jsonl, .json, .csv, .parquet "
-                     f"or a folder of save_to_disk; there are {', '.join(there) or 'no files'}")
+    raise ValueError(
+        f"no split '{split}' in "
+        f"'{folder}'{nearest(split, [p.split('.')[0] for p in there])}; expected "
+        f"{split}.jsonl, .json, .csv, .parquet "
+        f"or a folder of save_to_disk; there are {', '.join(there) or 'no files'}"
+    )
 
+# %% ../../nbs/streams/03_files.ipynb #6e576bdb
 def _saved_split(folder, split):
     path = folder / "dataset_dict.json"
     names = _json(read_text(path), path, 1)
-    if not isinstance(names, dict) or not isinstance(names.get("splits"), list): raise ValueError(f"{path}: not readable as a saved dataset (no list of splits); save it again")
-    if split not in names["splits"]: raise ValueError(f"no split '{split}' in '{folder}'{nearest(split, names['splits'])}; there are {', '.join(map(str, names['splits']))}")
+    if not isinstance(names, dict) or not isinstance(names.get("splits"), list):
+        raise ValueError(
+            f"{path}: not readable as a saved dataset (no list of splits); save it again"
+        )
+    if split not in names["splits"]:
+        raise ValueError(
+            f"no split '{split}' in '{folder}'{nearest(split, names['splits'])}; there are "
+            f"{', '.join(map(str, names['splits']))}"
+        )
     return folder / split
 
+# %% ../../nbs/streams/03_files.ipynb #12189265
 def open_split(
     path: Path, # what `find_split` gives
 ): # sequence of (number from 1, row)
@@ -245,6 +328,7 @@ def file_stamp(
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     return tuple((str(p), s.st_size, s.st_ino, s.st_mtime_ns) for p in files for s in (p.stat(),))
 
+# %% ../../nbs/streams/03_files.ipynb #54d2f227
 def bytes_digest(
     path: Path, # a file, or a folder of files
     known: dict | None = None, # stamp → digest of earlier calls; gets this one
@@ -255,6 +339,10 @@ def bytes_digest(
     if known is not None and stamp in known: return known[stamp]
     total = hashlib.sha256()
     for name, *_ in stamp:
-        with open(name, "rb") as file: total.update(Path(name).name.encode() + b"\n" + hashlib.file_digest(file, "sha256").digest())
-    if known is not None and time.time_ns() - max((s[-1] for s in stamp), default=0) > 2e9: known[stamp] = total.hexdigest()
+        with open(name, "rb") as file:
+            total.update(
+                Path(name).name.encode() + b"\n" + hashlib.file_digest(file, "sha256").digest()
+            )
+    if known is not None and time.time_ns() - max((s[-1] for s in stamp), default=0) > 2e9:
+        known[stamp] = total.hexdigest()
     return total.hexdigest()

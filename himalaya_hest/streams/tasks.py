@@ -38,9 +38,18 @@ def parse_template(
         at = m.end()
         if m[0] in ("{{", "}}"): pieces.append(m[0][0])
         elif m[1] is None or not _PATH.fullmatch(m[1]):
-            raise ValueError(f"bad placeholder {m[0][:60]!r} in template {template[:200]!r}: expected {{column}}, {{column.field}} or "
-                             "{column.list[0]}; write {{ and }} for literal braces")
-        else: pieces.append(tuple(int(p[1:-1]) if p[0] == "[" else p.lstrip(".") for p in re.findall(r"\[\d+\]|\.?[^.\[\]]+", m[1])))
+            raise ValueError(
+                f"bad placeholder {m[0][:60]!r} in template {template[:200]!r}: expected "
+                f"{{column}}, {{column.field}} or "
+                "{column.list[0]}; write {{ and }} for literal braces"
+            )
+        else:
+            pieces.append(
+                tuple(
+                    int(p[1:-1]) if p[0] == "[" else p.lstrip(".")
+                    for p in re.findall(r"\[\d+\]|\.?[^.\[\]]+", m[1])
+                )
+            )
     return tuple(p for p in (*pieces, template[at:]) if p)
 
 # %% ../../nbs/streams/01_tasks.ipynb #44315745
@@ -48,18 +57,25 @@ def resolve(
     path: tuple, # names and positions, as `parse_template` gives them
     row: dict, # one row of a data set
 ):
-    "The value at a path of a row; `LookupError` that says where the path broke off and what stood there."
+    """The value at a path of a row; `LookupError` that says where the path broke off and what stood
+    there."""
     value, seen = row, ""
     for step in path:
         if isinstance(step, int):
-            if not isinstance(value, (list, tuple)): raise LookupError(f"'{seen}' holds {_brief(value)}, expected a list")
-            if step >= len(value): raise LookupError(f"'{seen}' has {len(value)} elements, no element [{step}]")
+            if not isinstance(value, (list, tuple)):
+                raise LookupError(f"'{seen}' holds {_brief(value)}, expected a list")
+            if step >= len(value):
+                raise LookupError(f"'{seen}' has {len(value)} elements, no element [{step}]")
             seen += f"[{step}]"
         else:
-            if not isinstance(value, dict): raise LookupError(f"'{seen}' holds {_brief(value)}, expected fields")
+            if not isinstance(value, dict):
+                raise LookupError(f"'{seen}' holds {_brief(value)}, expected fields")
             if step not in value:
                 what = "column" if not seen else f"field of '{seen}'"
-                raise LookupError(f"no {what} '{step}': there are {sorted(map(str, value))}{nearest(step, value)}")
+                raise LookupError(
+                    f"no {what} '{step}': there are "
+                    f"{sorted(map(str, value))}{nearest(step, value)}"
+                )
             seen += ("." if seen else "") + step
         value = value[step]
     return value
@@ -71,9 +87,12 @@ def nearest(
 ) -> str: # "; did you mean 'x'?" or ""
     "A hint at the nearest known name, for error messages."
     known = [str(k) for k in known]
-    close = [k for k in known if len(str(word)) > 2 and k.startswith(str(word))] or difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
+    close = [
+        k for k in known if len(str(word)) > 2 and k.startswith(str(word))
+    ] or difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""
 
+# %% ../../nbs/streams/01_tasks.ipynb #6e80056a
 def _brief(value):
     shown = reprlib.Repr() # its work is bounded whatever the value holds
     shown.maxstring = shown.maxother = shown.maxlong = 60
@@ -94,13 +113,24 @@ def as_text(
     "A cell as text; `LookupError` for a value that has no obvious text."
     if isinstance(value, str):
         try: size = len(value.encode())
-        except UnicodeEncodeError as e: raise LookupError(f"{_brief(value)} holds half a character at {e.start}, which no UTF-8 file can; mend the escape") from None
-        if size > MAX_TEXT_BYTES: raise LookupError(f"{_brief(value)} is {size / 2 ** 20:.1f} MiB of text, at most {MAX_TEXT_BYTES >> 20} is read; shorten or remove the row")
+        except UnicodeEncodeError as e:
+            raise LookupError(
+                f"{_brief(value)} holds half a character at {e.start}, which no UTF-8 file "
+                "can; mend the escape"
+            ) from None
+        if size > MAX_TEXT_BYTES:
+            raise LookupError(
+                f"{_brief(value)} is {size / 2 ** 20:.1f} MiB of text, at most "
+                f"{MAX_TEXT_BYTES >> 20} is read; shorten or remove the row"
+            )
         return value.replace("\r\n", "\n").replace("\r", "\n")
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value: return str(value)
-    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value): return as_text(between.join(value))
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value:
+        return str(value)
+    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
+        return as_text(between.join(value))
     raise LookupError(f"{_brief(value)} is not text, a number or a list of texts")
 
+# %% ../../nbs/streams/01_tasks.ipynb #28c71812
 def fill(
     template: str, # text with placeholders
     row: dict, # one row
@@ -125,7 +155,10 @@ def label_text(
         match = [l for l in labels if l.strip().casefold() == value.strip().casefold()]
         if match: return match[0]
     elif isinstance(value, int) and 0 <= value < len(labels): return labels[int(value)]
-    raise LookupError(f"label {_brief(value)} is neither a position 0 to {len(labels) - 1} nor one of {list(labels)}")
+    raise LookupError(
+        f"label {_brief(value)} is neither a position 0 to {len(labels) - 1} nor one of "
+        f"{list(labels)}"
+    )
 
 # %% ../../nbs/streams/01_tasks.ipynb #6ec7c3b3
 def entity_spans(
@@ -134,11 +167,13 @@ def entity_spans(
 ) -> list[tuple[str, str]]: # (type, span) in order of appearance
     "Entities of a BIO-tagged sentence; `LookupError` where the lengths differ or a tag is not BIO."
     for name, column in (("tokens", tokens), ("tags", tags)):
-        if not isinstance(column, (list, tuple)) or not all(isinstance(t, str) for t in column): raise LookupError(f"{name} {_brief(column)} are not a list of texts")
+        if not isinstance(column, (list, tuple)) or not all(isinstance(t, str) for t in column):
+            raise LookupError(f"{name} {_brief(column)} are not a list of texts")
     if len(tokens) != len(tags): raise LookupError(f"{len(tokens)} tokens but {len(tags)} tags")
     spans, last = [], "O"
     for token, tag in zip(tokens, tags):
-        if not re.fullmatch(r"O|[BI]-.+", tag): raise LookupError(f"tag {tag!r} is not O, B-type or I-type")
+        if not re.fullmatch(r"O|[BI]-.+", tag):
+            raise LookupError(f"tag {tag!r} is not O, B-type or I-type")
         if tag != "O" and (tag[0] == "B" or last[2:] != tag[2:]): spans.append((tag[2:], [token]))
         elif tag != "O": spans[-1][1].append(token)
         last = tag
@@ -149,7 +184,9 @@ def spelled(
     text: str, # any text that UTF-8 can hold
 ) -> str: # one item a byte, separated by single spaces
     "The text byte by byte."
-    return " ".join("_" if b == 0x20 else chr(b) if 0x20 < b < 0x7f else f"{b:02x}" for b in text.encode())
+    return " ".join(
+        "_" if b == 0x20 else chr(b) if 0x20 < b < 0x7F else f"{b:02x}" for b in text.encode()
+    )
 
 # %% ../../nbs/streams/01_tasks.ipynb #54020e40
 @dataclass(frozen=True)
@@ -177,29 +214,39 @@ class Task:
     prompt: str # template over the columns
     target: str # template, or with `labels` or kind entities the one column `{path}`
     metric: str # a name in `measures.text.METRICS`
-    labels: tuple[str, ...] | None = None # label texts (entities: tag names) in order of their numbers
+    # label texts (entities: tag names) in order of their numbers
+    labels: tuple[str, ...] | None = None
     no_answer: str | None = None # target of a row without an answer or without an entity
     language: str | None = None # template of the row's language code, where rows differ
     language_prefixes: dict | None = None # start of `language` → ISO code; other rows are left out
     tokens: str = "tokens" # entities: the column of the tokens
     repo: str | None = None # repository on the hub
-    config: str | tuple[str, ...] | None = None # its configuration; several are read one after another
+    # its configuration; several are read one after another
+    config: str | tuple[str, ...] | None = None
     revision: str | None = None # its revision
-    splits: dict = field(default_factory=lambda: {"train": "train", "validation": "validation"}) # role → name, with an optional slice
+    # role → name, with an optional slice
+    splits: dict = field(default_factory=lambda: {"train": "train", "validation": "validation"})
     max_train_rows: int | None = None # cap on training rows
     max_eval_rows: int | None = None # cap on evaluated rows
     max_new_tokens: int = 32 # cap on a target's tokens, its end token included
-    label_noise: float = 0. # share of training labels replaced; 0 means that the task takes no label noise
+    # share of training labels replaced; 0 means that the task takes no label noise
+    label_noise: float = 0.
     group: str | None = None # mini world: novel or elicited
-    shared_instruction: str | None = None # tasks with the same value share their instruction word for word
-    tests: str | None = None # kind code: template of the program's tests; a list of texts is one a line
-    train_rows: int | None = None # rows of the training split as published, for the plan of a dry run alone
-    instructions: tuple[str, ...] | None = None # one of these stands in the instruction's place, by the row's number; no key of a file (`streams/11_instructions`)
+    # tasks with the same value share their instruction word for word
+    shared_instruction: str | None = None
+    # kind code: template of the program's tests; a list of texts is one a line
+    tests: str | None = None
+    # rows of the training split as published, for the plan of a dry run alone
+    train_rows: int | None = None
+    # one of these stands in the instruction's place, by the row's number; no key of a file
+    # (`streams/11_instructions`)
+    instructions: tuple[str, ...] | None = None
     byte_level: bool = False # the prompt is spelled byte by byte
 
     @property
     def metric_labels(self) -> tuple[str, ...] | None: return labels_for_metric(self)
-    def format(self, row: dict, index: int | None = None) -> Example: return format_row(self, row, index)
+    def format(self, row: dict, index: int | None = None) -> Example:
+        return format_row(self, row, index)
 
 # %% ../../nbs/streams/01_tasks.ipynb #7708aec2
 def labels_for_metric(
@@ -209,6 +256,7 @@ def labels_for_metric(
     if task.kind == "entities": return None
     return task.labels or (None if task.no_answer is None else (task.no_answer,))
 
+# %% ../../nbs/streams/01_tasks.ipynb #906a739f
 def format_row(
     task: Task, # the task
     row: dict, # one row of the data
@@ -219,27 +267,42 @@ def format_row(
         prompt, (target, references) = fill(task.prompt, row), target_of(task, row)
         if task.byte_level: prompt = spelled(prompt)
         tests = fill(task.tests, row, "\n") if task.tests else ""
-        if task.tests and not tests: raise LookupError(f"the tests {task.tests!r} are empty, which every program would pass")
-        return Example(instruction_of(task, index), prompt, target, references, language_of(task, row) or task.languages[-1], tests)
+        if task.tests and not tests:
+            raise LookupError(f"the tests {task.tests!r} are empty, which every program would pass")
+        return Example(
+            instruction_of(task, index),
+            prompt,
+            target,
+            references,
+            language_of(task, row) or task.languages[-1],
+            tests,
+        )
     except (LookupError, RecursionError) as e:
         at = "" if index is None else f", row {index}"
         dot = "" if str(e).endswith("?") else "."
-        raise ValueError(f"task '{task.name}'{at}: {e}{dot} Mend the row, or the templates of the task in its stream file") from None
+        raise ValueError(
+            f"task '{task.name}'{at}: {e}{dot} Mend the row, or the templates of the task "
+            "in its stream file"
+        ) from None
 
 # %% ../../nbs/streams/01_tasks.ipynb #8b13413d
 def instruction_of(
     task: Task, # the task
     index: int | None = None, # number of the row
 ) -> str:
-    "The instruction of a row: the task's, or where there are several the one that task and number draw."
+    """The instruction of a row: the task's, or where there are several the one that task and number
+    draw."""
     if not task.instructions or index is None: return task.instruction
     return task.instructions[mixed_seed("instruction", task.name, index) % len(task.instructions)]
 
+# %% ../../nbs/streams/01_tasks.ipynb #3de4ae7e
 def mixed_seed(
     *parts, # anything with a stable str()
 ) -> int: # in [0, 2**31)
     "A seed that depends on all parts and is the same on every machine."
-    return int.from_bytes(hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:4], "big") >> 1
+    return (
+        int.from_bytes(hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:4], "big") >> 1
+    )
 
 # %% ../../nbs/streams/01_tasks.ipynb #b96107ac
 def deciding_fields(
@@ -247,7 +310,11 @@ def deciding_fields(
 ) -> dict: # name → value
     "The fields of a task that decide about texts and scores, for digests."
     added_later = {"tests": None, "instructions": None, "byte_level": False}
-    return {k: v for k, v in asdict(task).items() if k != "train_rows" and (k not in added_later or v != added_later[k])}
+    return {
+        k: v
+        for k, v in asdict(task).items()
+        if k != "train_rows" and (k not in added_later or v != added_later[k])
+    }
 
 # %% ../../nbs/streams/01_tasks.ipynb #8ba1b4f9
 def target_of(
@@ -260,23 +327,31 @@ def target_of(
     else: answers = _answers(task, row)
     answers = tuple(dict.fromkeys(a for a in answers if a))
     if not answers and task.no_answer is None:
-        raise LookupError(f"the target {task.target!r} is empty; if that means that there is no answer, give the task a `no_answer` word")
+        raise LookupError(
+            f"the target {task.target!r} is empty; if that means that there is no answer, "
+            "give the task a `no_answer` word"
+        )
     answers = answers or (task.no_answer,)
     return answers[0], answers
 
+# %% ../../nbs/streams/01_tasks.ipynb #8fc70585
 def _column(template):
     return parse_template(template)[0]
 
 def _entities(task, row):
     tokens, tags = resolve((task.tokens,), row), resolve(_column(task.target), row)
-    if task.labels and isinstance(tags, (list, tuple)): tags = [label_text(t, task.labels) for t in tags]
+    if task.labels and isinstance(tags, (list, tuple)):
+        tags = [label_text(t, task.labels) for t in tags]
     return ["; ".join(f"{kind}: {span}" for kind, span in entity_spans(tokens, tags))]
 
 def _answers(task, row):
     pieces = parse_template(task.target)
     if len(pieces) == 1 and isinstance(pieces[0], tuple) and pieces[0][-1] == 0:
         answers = resolve(pieces[0][:-1], row)
-        if not isinstance(answers, (list, tuple)): raise LookupError(f"the target {task.target!r} is {_brief(answers)}, expected a list of answers")
+        if not isinstance(answers, (list, tuple)):
+            raise LookupError(
+                f"the target {task.target!r} is {_brief(answers)}, expected a list of " "answers"
+            )
         return [as_text(a).strip() for a in answers]
     return [fill(task.target, row)]
 
@@ -288,8 +363,14 @@ def language_of(
     "The language of a row's target."
     if task.language is None: return task.languages[-1]
     code = fill(task.language, row)
-    if task.language_prefixes is not None: code = next((c for prefix, c in task.language_prefixes.items() if code.startswith(prefix)), None)
-    if code not in (None, *task.languages): raise LookupError(f"language {code!r} is none of the task's languages {list(task.languages)}")
+    if task.language_prefixes is not None:
+        code = next(
+            (c for prefix, c in task.language_prefixes.items() if code.startswith(prefix)), None
+        )
+    if code not in (None, *task.languages):
+        raise LookupError(
+            f"language {code!r} is none of the task's languages {list(task.languages)}"
+        )
     return code
 
 # %% ../../nbs/streams/01_tasks.ipynb #9e96806a
@@ -300,27 +381,71 @@ def scored_as(
     "The task as a run scores it."
     if task.tests is None: return task
     if allow_code_execution: return replace(task, metric="pass_at_1")
-    return replace(task, tests=None, metric="chrf_code" if task.metric == "pass_at_1" else task.metric)
+    return replace(
+        task, tests=None, metric="chrf_code" if task.metric == "pass_at_1" else task.metric
+    )
 
 # %% ../../nbs/streams/01_tasks.ipynb #0435e3ad
 def _is_texts(v): return isinstance(v, list) and bool(v) and all(_is_text(t) for t in v)
-def _is_text(v): return isinstance(v, str) and bool(v.strip()) and not re.search("[\ud800-\udfff]", v) # half characters
+def _is_text(v):
+    # half characters
+    return isinstance(v, str) and bool(v.strip()) and not re.search("[\ud800-\udfff]", v)
 def _is_count(v): return isinstance(v, int) and not isinstance(v, bool) and 1 <= v < 10 ** 12
 def _is_share(v): return isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v < 1
 def _is_truth(v): return isinstance(v, bool)
-def _is_map(v): return isinstance(v, dict) and bool(v) and all(_is_text(k) and _is_text(t) for k, t in v.items())
+def _is_map(v):
+    return (
+        isinstance(v, dict) and bool(v) and all(_is_text(k) and _is_text(t) for k, t in v.items())
+    )
 
 CHECKS = {
-    "text": (_is_text, "text that is not blank"), "texts": (_is_texts, "a list of texts, such as [\"no\", \"yes\"]"),
-    "count": (_is_count, "a whole number of at least 1, without quotes"), "share": (_is_share, "a number from 0 up to but not including 1, without quotes"),
-    "map": (_is_map, "names with texts, such as {train: train}"), "text or texts": (lambda v: _is_text(v) or _is_texts(v), "text or a list of texts"),
-    "list": (lambda v: isinstance(v, list) and bool(v), "a list of at least one task"), "truth": (_is_truth, "true or false, without quotes"),
+    "text": (_is_text, "text that is not blank"),
+    "texts": (_is_texts, "a list of texts, such as [\"no\", \"yes\"]"),
+    "count": (_is_count, "a whole number of at least 1, without quotes"),
+    "share": (_is_share, "a number from 0 up to but not including 1, without quotes"),
+    "map": (_is_map, "names with texts, such as {train: train}"),
+    "text or texts": (lambda v: _is_text(v) or _is_texts(v), "text or a list of texts"),
+    "list": (lambda v: isinstance(v, list) and bool(v), "a list of at least one task"),
+    "truth": (_is_truth, "true or false, without quotes"),
 }
-TASK_KEYS = dict(name="text", kind="text", languages="texts", instruction="text", prompt="text", target="text", metric="text",
-    labels="texts", no_answer="text", language="text", language_prefixes="map", tokens="text", repo="text", config="text or texts",
-    revision="text", splits="map", max_train_rows="count", max_eval_rows="count", max_new_tokens="count", label_noise="share",
-    group="text", shared_instruction="text", tests="text", train_rows="count", byte_level="truth")
-STREAM_KEYS = dict(name="text", source="text", world="text", tasks="list", extends="text", first="count", only="texts", splits="map", max_train_rows="count")
+TASK_KEYS = dict(
+    name="text",
+    kind="text",
+    languages="texts",
+    instruction="text",
+    prompt="text",
+    target="text",
+    metric="text",
+    labels="texts",
+    no_answer="text",
+    language="text",
+    language_prefixes="map",
+    tokens="text",
+    repo="text",
+    config="text or texts",
+    revision="text",
+    splits="map",
+    max_train_rows="count",
+    max_eval_rows="count",
+    max_new_tokens="count",
+    label_noise="share",
+    group="text",
+    shared_instruction="text",
+    tests="text",
+    train_rows="count",
+    byte_level="truth",
+)
+STREAM_KEYS = dict(
+    name="text",
+    source="text",
+    world="text",
+    tasks="list",
+    extends="text",
+    first="count",
+    only="texts",
+    splits="map",
+    max_train_rows="count",
+)
 REQUIRED = ("name", "kind", "languages", "instruction", "prompt", "target", "metric")
 
 # %% ../../nbs/streams/01_tasks.ipynb #155555a6
@@ -330,22 +455,44 @@ def check_keys(
     required: tuple, # keys that must be there
     where: str, # file and task, the start of every message
 ) -> dict: # the same values, lists as tuples
-    "Check keys and types; `ValueError` that names the place, the key, what was expected and the way out."
-    if not isinstance(given, dict): raise ValueError(f"{where}: expected keys with values, got {_brief(given)}")
+    """Check keys and types; `ValueError` that names the place, the key, what was expected and the
+    way out."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{where}: expected keys with values, got {_brief(given)}")
     for key, value in given.items():
         if key not in keys:
-            raise ValueError(f"{where}: unknown key {_key(key)}{nearest(key, keys) if isinstance(key, str) else ''}; known keys are {', '.join(keys)}")
+            raise ValueError(
+                f"{where}: unknown key "
+                f"{_key(key)}{nearest(key, keys) if isinstance(key, str) else ''}; known "
+                f"keys are {', '.join(keys)}"
+            )
         test, expected = CHECKS[keys[key]]
-        if not test(value): raise ValueError(f"{where}, key '{key}': expected {expected}; got {_brief(value)}{_advice(value)}")
+        if not test(value):
+            raise ValueError(
+                f"{where}, key '{key}': expected {expected}; got "
+                f"{_brief(value)}{_advice(value)}"
+            )
     if missing := [k for k in required if k not in given]:
-        raise ValueError(f"{where}: the key '{missing[0]}' is missing; required are {', '.join(required)}")
+        raise ValueError(
+            f"{where}: the key '{missing[0]}' is missing; required are " f"{', '.join(required)}"
+        )
     return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
 
+# %% ../../nbs/streams/01_tasks.ipynb #b6412137
 def _advice(value):
-    if isinstance(value, bool) or isinstance(value, list) and any(isinstance(v, bool) for v in value):
+    if (
+        isinstance(value, bool)
+        or isinstance(value, list)
+        and any(isinstance(v, bool) for v in value)
+    ):
         return ". YAML reads an unquoted yes, no, on or off as a truth value: put it in quotes"
-    if isinstance(value, str) and re.fullmatch(r"\s*[\d._]+\s*", value): return f". Write {value.strip()} without quotes"
-    if isinstance(value, (int, float)) or isinstance(value, list) and any(isinstance(v, (int, float)) for v in value):
+    if isinstance(value, str) and re.fullmatch(r"\s*[\d._]+\s*", value):
+        return f". Write {value.strip()} without quotes"
+    if (
+        isinstance(value, (int, float))
+        or isinstance(value, list)
+        and any(isinstance(v, (int, float)) for v in value)
+    ):
         return ". If text is meant, put it in quotes"
     return ""
 
@@ -356,17 +503,32 @@ def make_task(
 ) -> Task:
     "A checked task; `ValueError` naming the key that is wrong."
     task = Task(**check_keys(given, TASK_KEYS, REQUIRED, where))
-    for key, value, known in (("kind", task.kind, KINDS), ("metric", task.metric, metric_names()), ("group", task.group, GROUPS)):
+    for key, value, known in (
+        ("kind", task.kind, KINDS),
+        ("metric", task.metric, metric_names()),
+        ("group", task.group, GROUPS),
+    ):
         if value is not None and value not in known:
-            raise ValueError(f"{where}, key '{key}': unknown {key} '{value}'{nearest(value, known)}; known are {', '.join(known)}")
+            raise ValueError(
+                f"{where}, key '{key}': unknown {key} '{value}'{nearest(value, known)}; "
+                f"known are {', '.join(known)}"
+            )
     for key in ("prompt", "target", "language", "tests"):
         try: pieces = parse_template(getattr(task, key) or "-")
         except ValueError as e: raise ValueError(f"{where}, key '{key}': {e}") from None
-        if key == "target" and (task.labels or task.kind == "entities") and (len(pieces) != 1 or isinstance(pieces[0], str)):
-            raise ValueError(f"{where}, key 'target': with labels or entities it must be one column such as {{label}}; got {task.target!r}")
+        if (
+            key == "target"
+            and (task.labels or task.kind == "entities")
+            and (len(pieces) != 1 or isinstance(pieces[0], str))
+        ):
+            raise ValueError(
+                f"{where}, key 'target': with labels or entities it must be one column "
+                f"such as {{label}}; got {task.target!r}"
+            )
     _fits_together(task, where)
     return task
 
+# %% ../../nbs/streams/01_tasks.ipynb #905b9d67
 def metric_names() -> tuple[str, ...]:
     "Names of the metrics that a task may ask for."
     from himalaya_hest.measures.text import METRICS
@@ -375,17 +537,37 @@ def metric_names() -> tuple[str, ...]:
 # %% ../../nbs/streams/01_tasks.ipynb #f866ff34
 def _fits_together(task, where):
     if task.labels and len({l.strip().casefold() for l in task.labels}) < max(2, len(task.labels)):
-        raise ValueError(f"{where}, key 'labels': expected at least two texts that differ in more than case; got {list(task.labels)}")
+        raise ValueError(
+            f"{where}, key 'labels': expected at least two texts that differ in more than "
+            f"case; got {list(task.labels)}"
+        )
     if task.label_noise and (not task.labels or task.kind == "entities"):
-        raise ValueError(f"{where}, key 'label_noise': only for tasks whose target is one of `labels`")
-    if task.tests and task.kind != "code": raise ValueError(f"{where}, key 'tests': only for kind code, whose answers are programs; this task is of kind {task.kind}")
-    if task.metric == "pass_at_1" and not task.tests: raise ValueError(f"{where}, key 'metric': pass_at_1 runs the program's tests; name their column, such as tests: '{{test_list}}'")
-    if task.language_prefixes and not task.language: raise ValueError(f"{where}, key 'language_prefixes': only together with `language`")
+        raise ValueError(
+            f"{where}, key 'label_noise': only for tasks whose target is one of `labels`"
+        )
+    if task.tests and task.kind != "code":
+        raise ValueError(
+            f"{where}, key 'tests': only for kind code, whose answers are programs; this "
+            f"task is of kind {task.kind}"
+        )
+    if task.metric == "pass_at_1" and not task.tests:
+        raise ValueError(
+            f"{where}, key 'metric': pass_at_1 runs the program's tests; name their "
+            f"column, such as tests: '{{test_list}}'"
+        )
+    if task.language_prefixes and not task.language:
+        raise ValueError(f"{where}, key 'language_prefixes': only together with `language`")
     if foreign := [c for c in (task.language_prefixes or {}).values() if c not in task.languages]:
-        raise ValueError(f"{where}, key 'language_prefixes': '{foreign[0]}' is none of the languages {list(task.languages)}; add it there")
+        raise ValueError(
+            f"{where}, key 'language_prefixes': '{foreign[0]}' is none of the languages "
+            f"{list(task.languages)}; add it there"
+        )
     for role, expression in task.splits.items(): check_split(role, expression, where)
     if missing := [r for r in SPLITS[:2] if r not in task.splits]:
-        raise ValueError(f"{where}, key 'splits': '{missing[0]}' is missing; write, for example, {{train: train, validation: test}}")
+        raise ValueError(
+            f"{where}, key 'splits': '{missing[0]}' is missing; write, for example, "
+            f"{{train: train, validation: test}}"
+        )
 
 # %% ../../nbs/streams/01_tasks.ipynb #b913871d
 _SLICE = re.compile(r"([\w-]+)(?:\[(\d{1,12}%?)?:(\d{1,12}%?)?(?::([1-9]\d{0,8}))?\])?")
@@ -396,17 +578,29 @@ def check_split(
     where: str, # file and task, for messages
 ) -> None:
     "Refuse an unknown role or an unreadable slice."
-    if role not in SPLITS: raise ValueError(f"{where}, key 'splits': unknown split '{role}'{nearest(role, SPLITS)}; known are {', '.join(SPLITS)}")
+    if role not in SPLITS:
+        raise ValueError(
+            f"{where}, key 'splits': unknown split '{role}'{nearest(role, SPLITS)}; known "
+            f"are {', '.join(SPLITS)}"
+        )
     if not _SLICE.fullmatch(expression):
-        raise ValueError(f"{where}, key 'splits': cannot read {expression!r}; expected a name with an optional slice, such as validation[50%:]")
+        raise ValueError(
+            f"{where}, key 'splits': cannot read {expression!r}; expected a name with an "
+            "optional slice, such as validation[50%:]"
+        )
 
+# %% ../../nbs/streams/01_tasks.ipynb #e1cc3f97
 def split_rows(
     expression: str, # a split with an optional slice
     n_rows: int, # rows of the whole split
 ) -> tuple[str, range]: # its name, and the positions that the slice keeps
     "Name and positions of a split expression."
     name, start, stop, step = _SLICE.fullmatch(expression).groups()
-    at = lambda v, default: default if v is None else min(n_rows * int(v[:-1]) // 100 if v.endswith("%") else int(v), n_rows)
+    at = lambda v, default: (
+        default
+        if v is None
+        else min(n_rows * int(v[:-1]) // 100 if v.endswith("%") else int(v), n_rows)
+    )
     return name, range(at(start, 0), at(stop, n_rows), int(step or 1))
 
 # %% ../../nbs/streams/01_tasks.ipynb #5bd199a1
@@ -418,6 +612,7 @@ class Stream:
     world: str | None # mini world: main or dev
     tasks: tuple[Task, ...] # at least one
 
+# %% ../../nbs/streams/01_tasks.ipynb #2afa6514
 SOURCES = ("mini", "local", "hub")
 WORLDS = ("main", "dev")
 
@@ -426,26 +621,50 @@ MAX_YAML_BYTES, MAX_YAML_DEPTH, MAX_DIGITS = 2 ** 20, 20, 40
 def read_yaml(
     path, # a file
 ) -> dict:
-    "A YAML file as plain data; `ValueError` naming file, line and way out if it is missing, too large, not UTF-8, not YAML, or says a key twice."
+    """A YAML file as plain data; `ValueError` naming file, line and way out if it is missing, too
+    large, not UTF-8, not YAML, or says a key twice."""
     import yaml
     try: return yaml.load(_yaml_text(Path(path)), _loader(path))
-    except FileNotFoundError: raise ValueError(f"{path}: there is no such file; give the path of a stream file, or one of {', '.join(stream_names())}") from None
-    except OSError as e: raise ValueError(f"{path}: cannot be read ({e.strerror}); give the path of a stream file") from None
-    except RecursionError: raise ValueError(f"{path}: not readable as YAML: nested too deeply") from None
-    except UnicodeDecodeError as e: raise ValueError(f"{path}: not UTF-8 (byte {e.start}); save the file as UTF-8") from None
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path}: there is no such file; give the path of a stream file, or one of "
+            f"{', '.join(stream_names())}"
+        ) from None
+    except OSError as e:
+        raise ValueError(
+            f"{path}: cannot be read ({e.strerror}); give the path of a stream file"
+        ) from None
+    except RecursionError:
+        raise ValueError(f"{path}: not readable as YAML: nested too deeply") from None
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 (byte {e.start}); save the file as UTF-8") from None
     except _Unfit as e: raise ValueError(f"{path}{e}") from None
-    except (yaml.YAMLError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e: raise ValueError(f"{path}: not readable as YAML: {str(e).replace('<unicode string>', str(path))}") from None
+    except (yaml.YAMLError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
+        raise ValueError(
+            f"{path}: not readable as YAML: {str(e).replace('<unicode string>', str(path))}"
+        ) from None
 
 # %% ../../nbs/streams/01_tasks.ipynb #1c4fad6d
 class _Unfit(ValueError): pass
 
 def _yaml_text(path):
-    if not path.is_file(): raise FileNotFoundError if not path.exists() else ValueError("it is no file; give the path of a stream file")
-    if (size := path.stat().st_size) > MAX_YAML_BYTES: raise ValueError(f"{size / 2 ** 20:.1f} MiB, and a stream file has at most {MAX_YAML_BYTES >> 20}; rows of data go into files of their own")
+    if not path.is_file():
+        raise (
+            FileNotFoundError
+            if not path.exists()
+            else ValueError("it is no file; give the path of a stream file")
+        )
+    if (size := path.stat().st_size) > MAX_YAML_BYTES:
+        raise ValueError(
+            f"{size / 2 ** 20:.1f} MiB, and a stream file has at most "
+            f"{MAX_YAML_BYTES >> 20}; rows of data go into files of their own"
+        )
     return path.read_text(encoding="utf-8")
 
+# %% ../../nbs/streams/01_tasks.ipynb #5f52967f
 def _loader(path):
-    "YAML's plain data, but no key may stand twice or be a number (equal hashes can be chosen), and nesting and numbers have an end (PyYAML's time grows with their square)."
+    """YAML's plain data, but no key may stand twice or be a number (equal hashes can be chosen),
+    and nesting and numbers have an end (PyYAML's time grows with their square)."""
     import yaml
     class Loader(yaml.SafeLoader):
         def fetch_flow_collection_start(self, token):
@@ -455,21 +674,44 @@ def _loader(path):
             self.not_deeper(len(self.indents))
             return super().add_indent(column)
         def not_deeper(self, depth):
-            if depth >= MAX_YAML_DEPTH: raise _Unfit(f", line {self.line + 1}: nested deeper than {MAX_YAML_DEPTH} levels; a stream file needs four")
+            if depth >= MAX_YAML_DEPTH:
+                raise _Unfit(
+                    f", line {self.line + 1}: nested deeper than {MAX_YAML_DEPTH} levels; "
+                    "a stream file needs four"
+                )
     def mapping(loader, node):
         out = {}
         for k, v in node.value:
             key = loader.construct_object(k, deep=True)
-            if not isinstance(key, str): raise _Unfit(f", line {k.start_mark.line + 1}: the key {_key(key)} is no text; put it in quotes")
-            if key in out: raise _Unfit(f", line {k.start_mark.line + 1}: the key {_key(key)} stands there twice; keep one")
+            if not isinstance(key, str):
+                raise _Unfit(
+                    f", line {k.start_mark.line + 1}: the key {_key(key)} is no text; put "
+                    "it in quotes"
+                )
+            if key in out:
+                raise _Unfit(
+                    f", line {k.start_mark.line + 1}: the key {_key(key)} stands there "
+                    "twice; keep one"
+                )
             out[key] = loader.construct_object(v, deep=True)
         return out
     def number(loader, node):
         text = loader.construct_scalar(node)
-        if ":" in text: return text # YAML 1.1 would take 1:30 for 90, in base 60 and in quadratic time
-        if len(text) > MAX_DIGITS: raise _Unfit(f", line {node.start_mark.line + 1}: a number of {len(text)} characters, at most {MAX_DIGITS} are read; put it in quotes if text is meant")
+        if ":" in text:
+            # YAML 1.1 would take 1:30 for 90, in base 60 and in quadratic time
+            return text
+        if len(text) > MAX_DIGITS:
+            raise _Unfit(
+                f", line {node.start_mark.line + 1}: a number of {len(text)} characters, "
+                f"at most {MAX_DIGITS} are read; put it in quotes if text is meant"
+            )
         return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
-    for kind, made in (("map", mapping), ("int", number), ("float", number), ("set", yaml.SafeLoader.construct_undefined)):
+    for kind, made in (
+        ("map", mapping),
+        ("int", number),
+        ("float", number),
+        ("set", yaml.SafeLoader.construct_undefined),
+    ):
         Loader.add_constructor(f"tag:yaml.org,2002:{kind}", made)
     return Loader
 
@@ -488,17 +730,27 @@ def load_stream(
     "Read and check a stream; `ValueError` that names file, task, key and way out."
     return _load(str(name_or_path), ())
 
+# %% ../../nbs/streams/01_tasks.ipynb #df18aab3
 def _load(text, within):
     "`within`: the streams that extend this one."
-    if text in within or len(within) > 20: raise ValueError(f"{within[-1]}, key 'extends': streams that extend each other; give one of them tasks of its own")
+    if text in within or len(within) > 20:
+        raise ValueError(
+            f"{within[-1]}, key 'extends': streams that extend each other; give one of "
+            "them tasks of its own"
+        )
     is_path = text.endswith((".yaml", ".yml")) or "/" in text or "\\" in text
     if not is_path and text not in stream_names():
-        raise ValueError(f"unknown stream '{text}'{nearest(text, stream_names())}; there are {', '.join(stream_names())}, "
-                         "or give the path of a YAML file of your own")
+        raise ValueError(
+            f"unknown stream '{text}'{nearest(text, stream_names())}; there are "
+            f"{', '.join(stream_names())}, "
+            "or give the path of a YAML file of your own"
+        )
     try: path = Path(text).expanduser() if is_path else _streams_dir() / f"{text}.yaml"
-    except RuntimeError as e: raise ValueError(f"{text}: {e}; give the path of a stream file") from None
+    except RuntimeError as e:
+        raise ValueError(f"{text}: {e}; give the path of a stream file") from None
     return stream_from(read_yaml(path), text if is_path else f"{text}.yaml", (*within, text))
 
+# %% ../../nbs/streams/01_tasks.ipynb #d48ecbf2
 def stream_from(
     data: dict, # what the YAML file holds
     where: str, # its name, the start of every message
@@ -506,14 +758,27 @@ def stream_from(
 ) -> Stream:
     "A stream from plain data, checked."
     given = check_keys(data, STREAM_KEYS, ("name",), where)
-    if ("extends" in given) == ("tasks" in given): raise ValueError(f"{where}: give either `tasks`, or `extends` with the name of another stream")
+    if ("extends" in given) == ("tasks" in given):
+        raise ValueError(
+            f"{where}: give either `tasks`, or `extends` with the name of another stream"
+        )
     if "extends" in given: return _extended(given, where, within)
-    if alone := [k for k in ("first", "only", "splits", "max_train_rows") if k in given]: raise ValueError(f"{where}, key '{alone[0]}': only together with `extends`; a file with tasks of its own lists just those")
-    stream = Stream(given["name"], given.get("source", "local"), given.get("world"), _tasks(given["tasks"], where))
+    if alone := [k for k in ("first", "only", "splits", "max_train_rows") if k in given]:
+        raise ValueError(
+            f"{where}, key '{alone[0]}': only together with `extends`; a file with tasks "
+            "of its own lists just those"
+        )
+    stream = Stream(
+        given["name"],
+        given.get("source", "local"),
+        given.get("world"),
+        _tasks(given["tasks"], where),
+    )
     return _check_stream(stream, where)
 
 # %% ../../nbs/streams/01_tasks.ipynb #c5787f78
-_NO_FOLDER = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9\u00b9\u00b2\u00b3])(\..*)?") # whatever its ending
+# whatever its ending
+_NO_FOLDER = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9\u00b9\u00b2\u00b3])(\..*)?")
 
 def _tasks(given, where):
     tasks, seen = [], set()
@@ -521,65 +786,143 @@ def _tasks(given, where):
         name = one.get("name") if isinstance(one, dict) else None
         at = f"{where}: task {i}" + (f" '{name[:100]}'" if isinstance(name, str) and name else "")
         task = make_task(one, at)
-        folder = unicodedata.normalize("NFC", task.name.casefold()) # macOS and Windows tell no more apart
-        if folder in seen: raise ValueError(f"{at}, key 'name': two tasks are called '{task.name}', as capitals do not count; give each its own name")
-        if not re.fullmatch(r"\w([\w.-]*[\w-])?", task.name) or len(task.name.encode()) > 100 or _NO_FOLDER.fullmatch(folder):
-            raise ValueError(f"{at}, key 'name': expected letters, digits, '_', '-' and '.', no '.' first or last, no name that Windows keeps for itself (con, nul, com1 …), and at most 100 bytes (it names a folder)")
+        # macOS and Windows tell no more apart
+        folder = unicodedata.normalize("NFC", task.name.casefold())
+        if folder in seen:
+            raise ValueError(
+                f"{at}, key 'name': two tasks are called '{task.name}', as capitals do not "
+                "count; give each its own name"
+            )
+        if (
+            not re.fullmatch(r"\w([\w.-]*[\w-])?", task.name)
+            or len(task.name.encode()) > 100
+            or _NO_FOLDER.fullmatch(folder)
+        ):
+            raise ValueError(
+                f"{at}, key 'name': expected letters, digits, '_', '-' and '.', no '.' "
+                "first or last, no name that Windows keeps for itself (con, nul, com1 …), "
+                "and at most 100 bytes (it names a folder)"
+            )
         seen.add(folder)
         tasks.append(task)
     return tuple(tasks)
 
 # %% ../../nbs/streams/01_tasks.ipynb #dd3dc47c
 def _extended(given, where, within):
-    if given["extends"] == given["name"]: raise ValueError(f"{where}, key 'extends': a stream cannot extend itself")
+    if given["extends"] == given["name"]:
+        raise ValueError(f"{where}, key 'extends': a stream cannot extend itself")
     base = given["extends"]
-    if base.endswith((".yaml", ".yml")): base = Path(where).expanduser().parent / base # beside the file that names it
+    if base.endswith((".yaml", ".yml")):
+        # beside the file that names it
+        base = Path(where).expanduser().parent / base
     base = _load(str(base), within)
     tasks = tuple(_cut(t, given, where) for t in _chosen(given, base, where))
-    return _check_stream(Stream(given["name"], given.get("source", base.source), given.get("world", base.world), tasks), where)
+    return _check_stream(
+        Stream(
+            given["name"], given.get("source", base.source), given.get("world", base.world), tasks
+        ),
+        where,
+    )
 
+# %% ../../nbs/streams/01_tasks.ipynb #ec65b079
 def _chosen(given, base, where):
     "The tasks of another stream that `first` or `only` take."
-    if "first" in given and "only" in given: raise ValueError(f"{where}: give either `first` or `only`")
+    if "first" in given and "only" in given:
+        raise ValueError(f"{where}: give either `first` or `only`")
     first, by_name = given.get("first", len(base.tasks)), {t.name: t for t in base.tasks}
-    if first > len(base.tasks): raise ValueError(f"{where}, key 'first': {first} tasks asked, '{base.name}' has {len(base.tasks)}")
+    if first > len(base.tasks):
+        raise ValueError(
+            f"{where}, key 'first': {first} tasks asked, '{base.name}' has " f"{len(base.tasks)}"
+        )
     names = given.get("only", tuple(by_name)[:first])
-    if unknown := [n for n in names if n not in by_name]: raise ValueError(f"{where}, key 'only': '{base.name}' has no task '{unknown[0]}'{nearest(unknown[0], by_name)}")
+    if unknown := [n for n in names if n not in by_name]:
+        raise ValueError(
+            f"{where}, key 'only': '{base.name}' has no task "
+            f"'{unknown[0]}'{nearest(unknown[0], by_name)}"
+        )
     seen = set()
-    if twice := next((n for n in names if n in seen or seen.add(n)), ""): raise ValueError(f"{where}, key 'only': '{twice}' stands there twice; keep one")
+    if twice := next((n for n in names if n in seen or seen.add(n)), ""):
+        raise ValueError(f"{where}, key 'only': '{twice}' stands there twice; keep one")
     return tuple(by_name[n] for n in names)
 
+# %% ../../nbs/streams/01_tasks.ipynb #077f26bd
 def _cut(task, given, where):
-    "The task with the stream's own splits and cap; the published rows of its training split become those of the slice."
+    """The task with the stream's own splits and cap; the published rows of its training split
+    become those of the slice."""
     if splits := given.get("splits"):
-        published = None if task.train_rows is None else len(split_rows(splits.get("train", "train"), task.train_rows)[1]) or None
+        published = (
+            None
+            if task.train_rows is None
+            else len(split_rows(splits.get("train", "train"), task.train_rows)[1]) or None
+        )
         task = replace(task, splits=dict(splits), train_rows=published)
         _fits_together(task, f"{where}: task '{task.name}'")
-    if most := given.get("max_train_rows"): task = replace(task, max_train_rows=min(most, task.max_train_rows or most))
+    if most := given.get("max_train_rows"):
+        task = replace(task, max_train_rows=min(most, task.max_train_rows or most))
     return task
 
+# %% ../../nbs/streams/01_tasks.ipynb #dad50c9e
 def _check_stream(stream, where):
     for key, value, known in (("source", stream.source, SOURCES), ("world", stream.world, WORLDS)):
         if value is not None and value not in known:
-            raise ValueError(f"{where}, key '{key}': unknown {key} '{value}'{nearest(value, known)}; known are {', '.join(known)}")
+            raise ValueError(
+                f"{where}, key '{key}': unknown {key} '{value}'{nearest(value, known)}; "
+                f"known are {', '.join(known)}"
+            )
     shared = {}
     for t in stream.tasks:
-        if t.shared_instruction and shared.setdefault(t.shared_instruction, t.instruction) != t.instruction:
-            raise ValueError(f"{where}: task '{t.name}', key 'instruction': differs from the other tasks of shared_instruction "
-                             f"'{t.shared_instruction}'; make them equal word for word")
+        if (
+            t.shared_instruction
+            and shared.setdefault(t.shared_instruction, t.instruction) != t.instruction
+        ):
+            raise ValueError(
+                f"{where}: task '{t.name}', key 'instruction': differs from the other "
+                "tasks of shared_instruction "
+                f"'{t.shared_instruction}'; make them equal word for word"
+            )
     return stream
 
 # %% ../../nbs/streams/01_tasks.ipynb #0cf8c353
 def stream_table(
     stream: Stream,
 ) -> Table: # one row a task, in the order of the file
-    "What each task asks, in what language, by which metric it is scored, and how many rows are trained at most."
+    """What each task asks, in what language, by which metric it is scored, and how many rows are
+    trained at most."""
     where = f"source {stream.source}" + (f", world {stream.world}" if stream.world else "")
-    brief = lambda text: " ".join(text.split()) if len(text) <= 80 else " ".join(text[:79].split()) + "…"
-    rows = [[i, t.name, t.kind, "+".join(t.languages), t.metric, t.max_train_rows, t.max_new_tokens, t.repo, brief(t.instruction)] for i, t in enumerate(stream.tasks, 1)]
-    columns = ["#", "task", "kind", "languages", "metric", "training rows at most", "new tokens", "repository", "instruction"]
+    brief = lambda text: (
+        " ".join(text.split()) if len(text) <= 80 else " ".join(text[:79].split()) + "…"
+    )
+    rows = [
+        [
+            i,
+            t.name,
+            t.kind,
+            "+".join(t.languages),
+            t.metric,
+            t.max_train_rows,
+            t.max_new_tokens,
+            t.repo,
+            brief(t.instruction),
+        ]
+        for i, t in enumerate(stream.tasks, 1)
+    ]
+    columns = [
+        "#",
+        "task",
+        "kind",
+        "languages",
+        "metric",
+        "training rows at most",
+        "new tokens",
+        "repository",
+        "instruction",
+    ]
     keep = [k for k in range(len(columns)) if any(row[k] is not None for row in rows)]
-    return Table(f"{stream.name}: {len(rows)} task{'s' * (len(rows) > 1)}, {where}", [columns[k] for k in keep], [[row[k] for k in keep] for row in rows])
+    return Table(
+        f"{stream.name}: {len(rows)} task{'s' * (len(rows) > 1)}, {where}",
+        [columns[k] for k in keep],
+        [[row[k] for k in keep] for row in rows],
+    )
 
 Stream.__repr__ = lambda self: repr(stream_table(self))
 Stream._repr_html_ = lambda self: stream_table(self)._repr_html_()
@@ -590,4 +933,8 @@ def task_order(
     order_seed: int, # 0: as listed
 ) -> list[str]:
     "The order in which the tasks come."
-    return list(names) if order_seed == 0 else sorted(names, key=lambda n: mixed_seed("order", order_seed, n))
+    return (
+        list(names)
+        if order_seed == 0
+        else sorted(names, key=lambda n: mixed_seed("order", order_seed, n))
+    )

@@ -51,6 +51,7 @@ class Reports:
             self.line.recv_bytes()
         except (OSError, EOFError): self.address = "" # nobody listens any more
 
+# %% ../../nbs/workshop/13_fixtures.ipynb #c084115e
 def report_steps(
     report: Callable[[str], None],
 ) -> None:
@@ -146,6 +147,7 @@ class Started(Child):
         return self.process.exitcode
     def said(self) -> str: return self.output.read_text() # on stdout and stderr
 
+# %% ../../nbs/workshop/13_fixtures.ipynb #d3ddbec7
 BEFORE = """
 import multiprocessing, os, signal
 multiprocessing.set_start_method(None, force=True) # what it starts itself is started as ever
