@@ -20,7 +20,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from block_parts import chosen_products, circumstances, clock_of, drawn, llama_config, random_backbone, shapes_of, spread
+from block_parts import (
+    chosen_products, circumstances, clock_of, drawn, llama_config, random_backbone, shapes_of,
+    spread,
+)
 from int8_products import keep_memory
 from transformers import DynamicCache
 
@@ -29,7 +32,19 @@ from himalaya_hest.hest.gate_costs import CPU_COST_INT8, block_cost
 from himalaya_hest.hest.int8 import calibrate as calibrate_int8
 from himalaya_hest.measures.energy import calibrate
 
-MIXES = ((0, 0, 1), (0, 1, 0), (1, 0, 0), (.25, .5, .25), (.2, .8, 0), (.4, .6, 0), (.44, 0, .56), (.5, 0, .5), (0, .5, .5), (.5, .25, .25)) # off, int8, fp
+# off, int8, fp
+MIXES = (
+    (0, 0, 1),
+    (0, 1, 0),
+    (1, 0, 0),
+    (0.25, 0.5, 0.25),
+    (0.2, 0.8, 0),
+    (0.4, 0.6, 0),
+    (0.44, 0, 0.56),
+    (0.5, 0, 0.5),
+    (0, 0.5, 0.5),
+    (0.5, 0.25, 0.25),
+)
 LAYERS = {128: 4, 256: 6, 1024: 6, 2048: 3} # in decoding
 PREFILL = {128: (256, 1024), 256: (256, 1024), 1024: (256, 1024), 2048: (256, 512)} # two layers
 KEYS = 256 # of the cache in decoding
@@ -43,13 +58,19 @@ class Stack:
         for m in self.matrices:
             for matrix in m.int8.values(): matrix.weight()
         self.dtype, self.device = model.dtype, model.device
-    def hidden(self, b, n): return torch.randn(b, n, self.model.config.hidden_size, device=self.device).to(self.dtype)
-    def positions(self, h, start): return self.model.model.rotary_emb(h, torch.arange(start, start + h.shape[1], device=self.device)[None])
+    def hidden(self, b, n):
+        return torch.randn(b, n, self.model.config.hidden_size, device=self.device).to(self.dtype)
+    def positions(self, h, start):
+        return self.model.model.rotary_emb(
+            h, torch.arange(start, start + h.shape[1], device=self.device)[None]
+        )
     def run(self, h, states, positions, cache): # states (layers, b, n)
-        for i, layer in enumerate(self.layers): h = run_block(layer, i, self.matrices[i], None, h, states[i], positions, None, cache)
+        for i, layer in enumerate(self.layers):
+            h = run_block(layer, i, self.matrices[i], None, h, states[i], positions, None, cache)
         return h
     def plain(self, h, states, positions, cache):
-        for layer in self.layers: h = layer(h, attention_mask=None, position_embeddings=positions, past_key_values=cache)
+        for layer in self.layers:
+            h = layer(h, attention_mask=None, position_embeddings=positions, past_key_values=cache)
         return h
     def filled(self, b): # a cache of KEYS keys
         cache = DynamicCache()
@@ -59,21 +80,32 @@ class Stack:
 
 
 def works(stack, phase, b, n, steps, rng):
-    "{mix or 'plain': a function that draws anew and gives (the work, which is timed, the shares of its draw, and how often a layer runs at all, in int8, in fp)}."
+    """{mix or 'plain': a function that draws anew and gives (the work, which is timed, the shares
+    of its draw, and how often a layer runs at all, in int8, in fp)}."""
     tokens = b * n * steps
     h, L = [stack.hidden(b, n) for _ in range(min(steps, 8))], len(stack.layers)
     at = stack.positions(h[0], 0 if phase == "prefill" else KEYS)
     cache = None if phase == "prefill" else stack.filled(b)
     def make(mix):
         def draw():
-            states = torch.stack([drawn((0, 0, 1) if mix == "plain" else mix, tokens, rng).view(steps, b, n) for _ in range(L)], 1).to(stack.device)
+            states = torch.stack(
+                [
+                    drawn((0, 0, 1) if mix == "plain" else mix, tokens, rng).view(steps, b, n)
+                    for _ in range(L)
+                ],
+                1,
+            ).to(stack.device)
             run, parts = stack.plain if mix == "plain" else stack.run, list(states)
             def work():
                 for i, s in enumerate(parts):
                     here = DynamicCache() if cache is None else cache
                     run(h[i % len(h)], s, at, here)
                     if cache is not None: cache.crop(-1)
-            return work, [float((states == k).float().mean()) for k in range(3)], [1., *(float((states == k).flatten(2).any(2).float().mean()) for k in (1, 2))]
+            return (
+                work,
+                [float((states == k).float().mean()) for k in range(3)],
+                [1.0, *(float((states == k).flatten(2).any(2).float().mean()) for k in (1, 2))],
+            )
         return draw
     return {m: make(m) for m in ("plain", *MIXES)}
 
@@ -100,26 +132,72 @@ def measured(stack, phase, b, n, steps, rounds, min_s, seed=0):
         names = list(todo)
         for m in names[r % len(names):] + names[:r % len(names)]:
             work, *drawn_ = todo[m]()
-            if m not in found or min(found[m][1]) * steps * b * n * len(stack.layers) < .3: work() # what ran before has filled the caches
+            if m not in found or min(found[m][1]) * steps * b * n * len(stack.layers) < .3:
+                # what ran before has filled the caches
+                work()
             start, repeats = clock(), 0
             while repeats == 0 or (clock() - start < min_s and repeats < 20): work(); repeats += 1
-            found.setdefault(m, (drawn_, []))[1].append((clock() - start) / repeats / (steps * b * n * len(stack.layers)))
-    (shares, passes), ms = (np.array([found[m][0][i] for m in MIXES]) for i in (0, 1)), {m: spread(1e3 * np.array(t)) for m, (_, t) in found.items()}
+            found.setdefault(m, (drawn_, []))[1].append(
+                (clock() - start) / repeats / (steps * b * n * len(stack.layers))
+            )
+    (shares, passes), ms = (np.array([found[m][0][i] for m in MIXES]) for i in (0, 1)), {
+        m: spread(1e3 * np.array(t)) for m, (_, t) in found.items()
+    }
     figures = np.array([ms[m]["median"] for m in MIXES])
     costs, residual = calibrate(shares, figures)
-    keys, block, of_fp = (n + 1) / 2 if phase == "prefill" else KEYS + 1, block_cost(stack.layers[0]), figures / figures[0]
+    keys, block, of_fp = (
+        (n + 1) / 2 if phase == "prefill" else KEYS + 1,
+        block_cost(stack.layers[0]),
+        figures / figures[0],
+    )
     per_pass = calibrate(passes, figures * b * n) if phase == "decode" else None
     c, states = best_cost(block, shares, of_fp, keys), ("off", "int8", "fp")
     off_by = lambda c: float(np.abs(modelled(block, shares, keys, c) - of_fp).max())
-    return dict(layers=len(stack.layers), phase=phase, batch_size=b, n_tokens=n, mean_keys=keys, costs_ms=dict(zip(states, costs.tolist())), costs_of_fp=dict(zip(states, (costs / costs[2]).tolist())), residual=residual,
-                cost_int8=c, model_residual=off_by(c), model_residual_now=off_by(CPU_COST_INT8), per_pass=per_pass and dict(costs_ms=dict(zip(("always", "if any token is in int8", "if any token is in fp"), per_pass[0].tolist())), residual=per_pass[1]), off_in_model=float(modelled(block, np.eye(3), keys, c)[0]), plain_ms=ms["plain"], fp_over_plain=float(figures[0] / ms["plain"]["median"]),
-                mixes=[dict(shares=s.tolist(), token_ms=ms[m], of_fp=float(ms[m]["median"] / figures[0]), of_int8=float(ms[m]["median"] / figures[1])) for m, s in zip(MIXES, shares)])
+    return dict(
+        layers=len(stack.layers),
+        phase=phase,
+        batch_size=b,
+        n_tokens=n,
+        mean_keys=keys,
+        costs_ms=dict(zip(states, costs.tolist())),
+        costs_of_fp=dict(zip(states, (costs / costs[2]).tolist())),
+        residual=residual,
+        cost_int8=c,
+        model_residual=off_by(c),
+        model_residual_now=off_by(CPU_COST_INT8),
+        per_pass=per_pass
+        and dict(
+            costs_ms=dict(
+                zip(
+                    ("always", "if any token is in int8", "if any token is in fp"),
+                    per_pass[0].tolist(),
+                )
+            ),
+            residual=per_pass[1],
+        ),
+        off_in_model=float(modelled(block, np.eye(3), keys, c)[0]),
+        plain_ms=ms["plain"],
+        fp_over_plain=float(figures[0] / ms["plain"]["median"]),
+        mixes=[
+            dict(
+                shares=s.tolist(),
+                token_ms=ms[m],
+                of_fp=float(ms[m]["median"] / figures[0]),
+                of_int8=float(ms[m]["median"] / figures[1]),
+            )
+            for m, s in zip(MIXES, shares)
+        ],
+    )
 
 
 def settings(width, quick):
     "(phase, batch size, tokens a row, steps that a draw covers)"
     if quick: return [("prefill", 1, 64, 1), ("decode", 1, 1, 8), ("decode", 8, 1, 4)]
-    return [("prefill", 1, n, 1) for n in PREFILL[width]] + ([("decode", 1, 1, 40), ("decode", 8, 1, 20)] if width < 1024 else [("decode", 1, 1, 20), ("decode", 8, 1, 10)])
+    return [("prefill", 1, n, 1) for n in PREFILL[width]] + (
+        [("decode", 1, 1, 40), ("decode", 8, 1, 20)]
+        if width < 1024
+        else [("decode", 1, 1, 20), ("decode", 8, 1, 10)]
+    )
 
 
 def main():
@@ -142,12 +220,30 @@ def main():
             stack = Stack(model)
             few = Stack(model, 2)
             for phase, b, n, steps in settings(width, args.quick):
-                with torch.no_grad(): row = dict(width=width, intermediate=base.config.intermediate_size, dtype=dtype) | measured(few if phase == "prefill" else stack, phase, b, n, steps, rounds, min_s)
+                with torch.no_grad():
+                    row = dict(
+                        width=width, intermediate=base.config.intermediate_size, dtype=dtype
+                    ) | measured(
+                        few if phase == "prefill" else stack, phase, b, n, steps, rounds, min_s
+                    )
                 rows.append(row)
                 c = row["costs_of_fp"]
-                print(f"{time.process_time() - began:5.0f} s  d {width:4} {dtype:8} {phase:7} batch {b}, {n:4} tokens: fp {row['costs_ms']['fp']:.4f} ms a token and layer; off {c['off']:.2f}, int8 {c['int8']:.2f} of it (residual {row['residual']:.2f}); cost_int8 {row['cost_int8']:.2f} (model off by {row['model_residual']:.2f})", flush=True)
+                print(
+                    f"{time.process_time() - began:5.0f} s  d {width:4} {dtype:8} "
+                    f"{phase:7} batch {b}, {n:4} tokens: fp {row['costs_ms']['fp']:.4f} ms "
+                    f"a token and layer; off {c['off']:.2f}, int8 {c['int8']:.2f} of it "
+                    f"(residual {row['residual']:.2f}); cost_int8 {row['cost_int8']:.2f} "
+                    f"(model off by {row['model_residual']:.2f})",
+                    flush=True,
+                )
             del model, stack, few
-    record = circumstances(" ".join(["python bench/block_costs.py", *sys.argv[1:]]), "cpu") | dict(rounds=rounds, freed_memory_kept=kept, cost_int8_now=CPU_COST_INT8, rows=rows, int8_products=products)
+    record = circumstances(" ".join(["python bench/block_costs.py", *sys.argv[1:]]), "cpu") | dict(
+        rounds=rounds,
+        freed_memory_kept=kept,
+        cost_int8_now=CPU_COST_INT8,
+        rows=rows,
+        int8_products=products,
+    )
     Path(args.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(args.out)
 

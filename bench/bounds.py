@@ -24,12 +24,31 @@ from himalaya_hest.jobs.run import ContinualRun, final_tasks, load_backbone
 from himalaya_hest.running.evaluation import evaluation_batches
 from himalaya_hest.compare.pairs import method_of
 
-WAYS = {"greedy, batch 16": (16, {}), "greedy, one by one": (1, {}), "4 beams, batch 4": (4, dict(num_beams=4)), "prompt lookup": (1, dict(prompt_lookup_num_tokens=4)), "assisted": (1, {})}
+WAYS = {
+    "greedy, batch 16": (16, {}),
+    "greedy, one by one": (1, {}),
+    "4 beams, batch 4": (4, dict(num_beams=4)),
+    "prompt lookup": (1, dict(prompt_lookup_num_tokens=4)),
+    "assisted": (1, {}),
+}
 
 
 def use_of(adapter, batches, new, e_max, capacity, bounded, way):
     "Largest use of each bound over all rows."
-    found = [bounds_used(adapter, {k: b[k] for k in ("input_ids", "attention_mask")}, e_max, capacity, bounded, max_new_tokens=new, min_new_tokens=new, pad_token_id=0, **way) for b in batches]
+    found = [
+        bounds_used(
+            adapter,
+            {k: b[k] for k in ("input_ids", "attention_mask")},
+            e_max,
+            capacity,
+            bounded,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            pad_token_id=0,
+            **way,
+        )
+        for b in batches
+    ]
     return np.concatenate(found)
 
 
@@ -49,22 +68,48 @@ def main():
     first = ContinualRun(resolve(dict(study="cnndm")), quiet=True)
     task, tokenizer = prompts_of(first, args.prompts), first.tokenizer
     assistant, rows = load_backbone("mini", dtype="float32")[0], []
-    bound = {scope_of(c.adapter, c.preset, c.adapter_config): c.e_max for c, _ in runs.values() if c.adapter == "hest"}
+    bound = {
+        scope_of(c.adapter, c.preset, c.adapter_config): c.e_max
+        for c, _ in runs.values()
+        if c.adapter == "hest"
+    }
     for run_id, (config, record) in runs.items():
         scope, adapter = scope_of(config.adapter, config.preset, config.adapter_config), None
-        if config.adapter not in ("hest", "tabs") or config.preset != "default" or scope not in bound: continue
-        adapter, capacity = trained(config, args.results_dir / run_id), config.adapter_config.get("capacity", 4.)
+        if (
+            config.adapter not in ("hest", "tabs")
+            or config.preset != "default"
+            or scope not in bound
+        ):
+            continue
+        adapter, capacity = trained(config, args.results_dir / run_id), config.adapter_config.get(
+            "capacity", 4.0
+        )
         for name, (batch, way) in WAYS.items():
             if config.adapter == "tabs" and name != "greedy, batch 16": continue
             n = args.prompts if batch > 1 else max(1, args.prompts // 4)
             batches = evaluation_batches([task], batch, tokenizer, {(0, j) for j in range(n)})
             way = way | (dict(assistant_model=assistant) if name == "assisted" else {})
             for given in (False, True) if config.adapter == "hest" else (False,):
-                e_max = bound[scope] if not given else dict(blocks=.4, directions=.05)[scope] # tight, so that much is lowered
+                # tight, so that much is lowered
+                e_max = bound[scope] if not given else dict(blocks=.4, directions=.05)[scope]
                 use = use_of(adapter, batches, args.new_tokens, e_max, capacity, given, way)
-                rows.append(dict(method=method_of(record), run_id=run_id, scope=scope, way=name, given_to_the_call=given, bounded=config.adapter == "hest", e_max=e_max, n_rows=len(use), use=dict(zip(("prefix", "token", "window"), use.max(0).tolist()))))
+                rows.append(
+                    dict(
+                        method=method_of(record),
+                        run_id=run_id,
+                        scope=scope,
+                        way=name,
+                        given_to_the_call=given,
+                        bounded=config.adapter == "hest",
+                        e_max=e_max,
+                        n_rows=len(use),
+                        use=dict(zip(("prefix", "token", "window"), use.max(0).tolist())),
+                    )
+                )
                 print(rows[-1], flush=True)
-    record = circumstances(" ".join(["python bench/bounds.py", *sys.argv[1:]]), "cpu") | dict(prompts=args.prompts, new_tokens=args.new_tokens, missing=missing, rows=rows)
+    record = circumstances(" ".join(["python bench/bounds.py", *sys.argv[1:]]), "cpu") | dict(
+        prompts=args.prompts, new_tokens=args.new_tokens, missing=missing, rows=rows
+    )
     Path(args.out).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(args.out)
 

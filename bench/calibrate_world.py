@@ -36,7 +36,10 @@ def start(model_dir, threads=1):
 
 def with_lora(model, seed):
     torch.manual_seed(seed)
-    return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model,
+        LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )
 
 
 def encoded(task, world, split, tokenizer):
@@ -54,7 +57,11 @@ def train(model, task, world, tokenizer, rate, seed, batch_size=8):
     model.train()
     for i in range(steps):
         batch = collate(rows[i * batch_size:(i + 1) * batch_size])
-        loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=batch["labels"]).loss
+        loss = model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            labels=batch["labels"],
+        ).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.)
@@ -68,11 +75,23 @@ def evaluate(model, task, world, tokenizer):
     examples, rows = encoded(task, world, "validation", tokenizer)
     said = [None] * len(rows)
     for batch in prompt_batches(rows, tokenizer, 50):
-        out = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=task.max_new_tokens,
-                             do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        for i, ids in zip(batch["index"], out[:, batch["input_ids"].shape[1]:]): said[i] = tokenizer.decode(ids, skip_special_tokens=True)
-    labels = task.labels if task.metric == "label_accuracy" else (task.no_answer,) if task.no_answer else None
-    return score(task.metric, said, [e.references for e in examples], labels)["score"], [(e.prompt, e.target, s) for e, s in zip(examples[:3], said)]
+        out = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=task.max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        for i, ids in zip(batch["index"], out[:, batch["input_ids"].shape[1]:]):
+            said[i] = tokenizer.decode(ids, skip_special_tokens=True)
+    labels = (
+        task.labels
+        if task.metric == "label_accuracy"
+        else (task.no_answer,) if task.no_answer else None
+    )
+    return score(task.metric, said, [e.references for e in examples], labels)["score"], [
+        (e.prompt, e.target, s) for e, s in zip(examples[:3], said)
+    ]
 
 
 def one(job):
@@ -100,7 +119,9 @@ def sequence(job):
 def forgetting(matrix):
     "Mean over all but the last task of best earlier − last."
     n = len(matrix)
-    return sum(max(matrix[i][j] for i in range(j, n - 1)) - matrix[-1][j] for j in range(n - 1)) / (n - 1)
+    return sum(max(matrix[i][j] for i in range(j, n - 1)) - matrix[-1][j] for j in range(n - 1)) / (
+        n - 1
+    )
 
 
 def main():
@@ -112,7 +133,11 @@ def main():
     p.add_argument("--tasks", nargs="*", help="only these")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--skip-sequence", action="store_true")
-    p.add_argument("--sequence-rate", type=float, help="rate of the sequence (default: the one that is best on average)")
+    p.add_argument(
+        "--sequence-rate",
+        type=float,
+        help="rate of the sequence (default: the one that is best on average)",
+    )
     p.add_argument("--out")
     p.add_argument("--show", action="store_true", help="print three answers a task")
     a = p.parse_args()
@@ -129,14 +154,38 @@ def main():
         rates = [k for k in mean if k != "zero_shot"]
         single = max(rates, key=mean.get) if rates else None
         best = {n: max(table[n][k] for k in rates) for n in names} if rates else {}
-        matrix = None if a.skip_sequence else list(pool.map(sequence, [(a.model, a.world, a.sequence_rate or float(single), a.seed)]))[0]
-    result = {"world": a.world, "seed": a.seed, "rates": list(a.rates), "zero_shot_mean": mean["zero_shot"], "single_task": table, "mean": mean, "single_rate": single,
-              "at_least_80_single_rate": sum(table[n][single] >= .8 for n in names) if single else None,
-              "at_least_80_best_rate": sum(v >= .8 for v in best.values()), "best_rate_mean": sum(best.values()) / max(len(best), 1)}
-    if matrix: result.update(sequence_rate=a.sequence_rate or float(single), sequence_forgetting=forgetting(matrix), sequence_average_last=sum(matrix[-1]) / len(matrix),
-                               sequence_just_learned=sum(r[-1] for r in matrix) / len(matrix), sequence_matrix=[[round(v, 4) for v in r] for r in matrix])
+        matrix = (
+            None
+            if a.skip_sequence
+            else list(
+                pool.map(sequence, [(a.model, a.world, a.sequence_rate or float(single), a.seed)])
+            )[0]
+        )
+    result = {
+        "world": a.world,
+        "seed": a.seed,
+        "rates": list(a.rates),
+        "zero_shot_mean": mean["zero_shot"],
+        "single_task": table,
+        "mean": mean,
+        "single_rate": single,
+        "at_least_80_single_rate": sum(table[n][single] >= 0.8 for n in names) if single else None,
+        "at_least_80_best_rate": sum(v >= 0.8 for v in best.values()),
+        "best_rate_mean": sum(best.values()) / max(len(best), 1),
+    }
+    if matrix:
+        result.update(
+            sequence_rate=a.sequence_rate or float(single),
+            sequence_forgetting=forgetting(matrix),
+            sequence_average_last=sum(matrix[-1]) / len(matrix),
+            sequence_just_learned=sum(r[-1] for r in matrix) / len(matrix),
+            sequence_matrix=[[round(v, 4) for v in r] for r in matrix],
+        )
     result["wall_s"] = round(time.time() - begun)
-    result["command"] = f"python bench/calibrate_world.py --world {a.world} --seed {a.seed} --rates {' '.join(f'{r:g}' for r in a.rates)}"
+    result["command"] = (
+        f"python bench/calibrate_world.py --world {a.world} --seed {a.seed} --rates "
+        f"{' '.join(f'{r:g}' for r in a.rates)}"
+    )
     for n in names: print(f"{n:14}", *(f"{k}={v:.2f}" for k, v in table[n].items()))
     print({k: v for k, v in result.items() if k not in ("single_task", "sequence_matrix")})
     if a.out:

@@ -31,13 +31,39 @@ def backbone(width, device):
     "A random Llama of that width, with heads of 32 to 128 numbers."
     head = 32 if width < 512 else 64 if width < 4096 else 128
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=width, intermediate_size=int(2.69 * width) // 8 * 8, num_hidden_layers=LAYERS[width], num_attention_heads=width // head, num_key_value_heads=width // head, vocab_size=2048, max_position_embeddings=8192)
-    with torch.device(device): return LlamaForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32).eval()
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=int(2.69 * width) // 8 * 8,
+        num_hidden_layers=LAYERS[width],
+        num_attention_heads=width // head,
+        num_key_value_heads=width // head,
+        vocab_size=2048,
+        max_position_embeddings=8192,
+    )
+    with torch.device(device):
+        return (
+            LlamaForCausalLM(config)
+            .to(torch.bfloat16 if device == "cuda" else torch.float32)
+            .eval()
+        )
 
 
 def attached(method, width, device):
     "The adapter with all its states in use."
-    model = get_peft_model(backbone(width, device), (HestConfig(task_type="CAUSAL_LM", scope="directions", e_max=.33, hardening="argmax") if method == "hest" else TabsConfig(task_type="CAUSAL_LM"))).to(device).eval()
+    model = (
+        get_peft_model(
+            backbone(width, device),
+            (
+                HestConfig(
+                    task_type="CAUSAL_LM", scope="directions", e_max=0.33, hardening="argmax"
+                )
+                if method == "hest"
+                else TabsConfig(task_type="CAUSAL_LM")
+            ),
+        )
+        .to(device)
+        .eval()
+    )
     core = model.base_model.core()
     with torch.no_grad():
         core.s.normal_()
@@ -70,7 +96,9 @@ def main():
     parser.add_argument("--widths", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512, 1024, 2048, 4096])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--most-tokens", type=int, default=8192, help="of a batch; larger ones are left out")
+    parser.add_argument(
+        "--most-tokens", type=int, default=8192, help="of a batch; larger ones are left out"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", default="nbs/records/controller_share.json")
     args = parser.parse_args()
@@ -79,22 +107,52 @@ def main():
         for method in args.methods:
             model = attached(method, width, device)
             cost, gates = forward_cost(model.get_base_model()), model.base_model.gate_costs()
-            shapes = [(b, n) for b in args.batches for n in args.lengths if b * n <= args.most_tokens]
+            shapes = [
+                (b, n) for b in args.batches for n in args.lengths if b * n <= args.most_tokens
+            ]
             found = {s: [] for s in shapes}
             for _ in range(args.rounds):
                 for b, n in shapes:
                     ids = torch.randint(3, 2000, (b, n), device=device)
                     first = one_pass(model, ids, device)
-                    passes = [one_pass(model, ids, device) for _ in range(min(20, int(1 / first[1])))] or [first]
+                    passes = [
+                        one_pass(model, ids, device) for _ in range(min(20, int(1 / first[1])))
+                    ] or [first]
                     inside, whole = (sum(x) / len(passes) for x in zip(*passes))
                     found[b, n].append((inside / whole, whole))
             for (b, n), seen in found.items():
                 shares = [s for s, _ in seen]
-                rows.append(dict(method=method, width=width, layers=LAYERS[width], batch_size=b, n_tokens=n, time_share=statistics.median(shares), time_share_low=min(shares), time_share_high=max(shares), pass_s=statistics.median(t for _, t in seen),
-                                 multiply_add_share=gates["controller"] / (cost.at((n + 1) / 2) - cost.head * (n - 1) / n + gates["controller"] + gates["directions"]), controller_parameters=model.base_model.controller_parameters()))
+                rows.append(
+                    dict(
+                        method=method,
+                        width=width,
+                        layers=LAYERS[width],
+                        batch_size=b,
+                        n_tokens=n,
+                        time_share=statistics.median(shares),
+                        time_share_low=min(shares),
+                        time_share_high=max(shares),
+                        pass_s=statistics.median(t for _, t in seen),
+                        multiply_add_share=gates["controller"]
+                        / (
+                            cost.at((n + 1) / 2)
+                            - cost.head * (n - 1) / n
+                            + gates["controller"]
+                            + gates["directions"]
+                        ),
+                        controller_parameters=model.base_model.controller_parameters(),
+                    )
+                )
                 print(json.dumps(rows[-1]), flush=True)
             del model
-    record = dict(command=" ".join(["python bench/controller_share.py", *sys.argv[1:]]), rounds=args.rounds, device=torch.cuda.get_device_name() if device == "cuda" else platform.machine(), threads=torch.get_num_threads(), torch=torch.__version__, rows=rows)
+    record = dict(
+        command=" ".join(["python bench/controller_share.py", *sys.argv[1:]]),
+        rounds=args.rounds,
+        device=torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        rows=rows,
+    )
     Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     print(args.out)
 

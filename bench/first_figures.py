@@ -16,12 +16,23 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-UNSEEN = ("VIRTUAL_ENV", "PYTHONPATH", "CONDA_PREFIX", "OMP_NUM_THREADS", "HF_HUB_OFFLINE", "WANDB_MODE")
+UNSEEN = (
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "CONDA_PREFIX",
+    "OMP_NUM_THREADS",
+    "HF_HUB_OFFLINE",
+    "WANDB_MODE",
+)
 
 
 def first_block(readme: str) -> list[str]:
     "The commands of the first `sh` block."
-    return [line for line in re.search(r"^```sh\n(.*?)^```", readme, re.M | re.S)[1].splitlines() if line.strip()]
+    return [
+        line
+        for line in re.search(r"^```sh\n(.*?)^```", readme, re.M | re.S)[1].splitlines()
+        if line.strip()
+    ]
 
 
 def main():
@@ -30,18 +41,41 @@ def main():
     out, steps = parser.parse_args().out, []
     with tempfile.TemporaryDirectory() as d:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), f"{d}/project"], check=True)
-        env = {k: v for k, v in os.environ.items() if k not in UNSEEN} | dict(XDG_CACHE_HOME=f"{d}/cache", HF_HOME=f"{d}/hf")
+        env = {k: v for k, v in os.environ.items() if k not in UNSEEN} | dict(
+            XDG_CACHE_HOME=f"{d}/cache", HF_HOME=f"{d}/hf"
+        )
         env |= dict(PIP_CACHE_DIR=os.environ.get("PIP_CACHE_DIR", str(Path.home()/".cache"/"pip")))
-        env["PATH"] = os.pathsep.join(p for p in env["PATH"].split(os.pathsep) if not (Path(p)/"activate").exists())
+        env["PATH"] = os.pathsep.join(
+            p for p in env["PATH"].split(os.pathsep) if not (Path(p) / "activate").exists()
+        )
         for command in first_block((ROOT/"README.md").read_text(encoding="utf-8")):
             start = time.monotonic()
-            subprocess.run(["bash", "-c", command], cwd=f"{d}/project", env=env, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(
+                ["bash", "-c", command],
+                cwd=f"{d}/project",
+                env=env,
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
             steps.append(dict(command=command, wall_s=round(time.monotonic() - start, 1)))
             print(steps[-1], flush=True)
         made = json.loads((Path(d)/"project"/"out.ipynb").read_text(encoding="utf-8"))
-        figures = sum("image/png" in o.get("data", {}) for c in made["cells"] for o in c.get("outputs", []))
-        size = sum(p.lstat().st_size for p in (Path(d)/"project"/".venv").rglob("*") if not p.is_symlink())
-    record = dict(command="python bench/first_figures.py", steps=steps, figures=figures, venv_gb=round(size / 1e9, 2), device=dict(cpu_count=os.cpu_count(), name=platform.machine(), system=platform.system()), python=platform.python_version())
+        figures = sum(
+            "image/png" in o.get("data", {}) for c in made["cells"] for o in c.get("outputs", [])
+        )
+        size = sum(
+            p.lstat().st_size
+            for p in (Path(d) / "project" / ".venv").rglob("*")
+            if not p.is_symlink()
+        )
+    record = dict(
+        command="python bench/first_figures.py",
+        steps=steps,
+        figures=figures,
+        venv_gb=round(size / 1e9, 2),
+        device=dict(cpu_count=os.cpu_count(), name=platform.machine(), system=platform.system()),
+        python=platform.python_version(),
+    )
     out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(out)
 

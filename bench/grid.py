@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 
 from himalaya_hest.jobs.grid import main
-from himalaya_hest.jobs.grid_runs import combinations, load_grid  # which other benchmarks read grids with
+# which other benchmarks read grids with
+from himalaya_hest.jobs.grid_runs import combinations, load_grid
 
-if __name__ == "__main__": sys.exit(main(records=lambda name: Path("nbs/records")/name, called="python bench/grid.py"))
+if __name__ == "__main__":
+    sys.exit(main(records=lambda name: Path("nbs/records")/name, called="python bench/grid.py"))

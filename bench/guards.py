@@ -37,18 +37,37 @@ def without_norm():
     finally: training.gradient_norm = real
 
 
-def interval(ratios): return dict(zip(("median", "low", "high"), [round(float(x), 4) for x in (np.median(ratios), *median_interval(ratios))]))
+def interval(ratios):
+    return dict(
+        zip(
+            ("median", "low", "high"),
+            [round(float(x), 4) for x in (np.median(ratios), *median_interval(ratios))],
+        )
+    )
 
 
 def stepper(adapter, micro_batches=1):
-    "A function that takes one optimiser step of so many micro-batches, and one that writes a checkpoint."
+    """A function that takes one optimiser step of so many micro-batches, and one that writes a
+    checkpoint."""
     run = ContinualRun(resolve(dict(adapter=adapter, n_tasks=1)), quiet=True)
-    task, accelerator, parameters = run.data[run.order[0]], Accelerator(cpu=True), run.config.training
-    run.adapter.hooks.on_task_start(TaskContext(task.task.name, 0, 100_000, task.make_loader(), task.told))
-    optimizer, group = training.make_optimizer(run.adapter, parameters), list(islice(task.make_loader(), micro_batches))
+    task, accelerator, parameters = (
+        run.data[run.order[0]],
+        Accelerator(cpu=True),
+        run.config.training,
+    )
+    run.adapter.hooks.on_task_start(
+        TaskContext(task.task.name, 0, 100_000, task.make_loader(), task.told)
+    )
+    optimizer, group = training.make_optimizer(run.adapter, parameters), list(
+        islice(task.make_loader(), micro_batches)
+    )
     run.adapter.model.train()
     def save(folder, number):
-        tensors = adapter_tensors(run.adapter) | {f"hooks/{n}": t for n, t in run.adapter.hooks.state_dict().items()} | {f"moments/{n}": t for n, t in training.optimizer_state(optimizer).items()}
+        tensors = (
+            adapter_tensors(run.adapter)
+            | {f"hooks/{n}": t for n, t in run.adapter.hooks.state_dict().items()}
+            | {f"moments/{n}": t for n, t in training.optimizer_state(optimizer).items()}
+        )
         save_checkpoint(folder, number, tensors, {})
     return lambda: training.train_step(run.adapter, optimizer, group, parameters, accelerator), save
 
@@ -66,24 +85,46 @@ def measured(adapter, pairs):
     ratios, plain, written = dict(deterministic=[], gradient_norm=[], same=[]), [], []
     with tempfile.TemporaryDirectory() as folder:
         for i in range(pairs):
-            took, ways = {}, dict(first=contextlib.nullcontext, watched=deterministic_kernels, trusting=without_norm, second=contextlib.nullcontext)
-            for name in np.random.default_rng(i).permutation(list(ways)): took[name] = timed(step, ways[name]())
-            for name, ratio in dict(deterministic=took["watched"] / took["first"], gradient_norm=took["first"] / took["trusting"], same=took["second"] / took["first"]).items(): ratios[name].append(ratio)
-            start = time.perf_counter(); save(folder, i); written.append(time.perf_counter() - start)
+            took, ways = {}, dict(
+                first=contextlib.nullcontext,
+                watched=deterministic_kernels,
+                trusting=without_norm,
+                second=contextlib.nullcontext,
+            )
+            for name in np.random.default_rng(i).permutation(list(ways)):
+                took[name] = timed(step, ways[name]())
+            for name, ratio in dict(
+                deterministic=took["watched"] / took["first"],
+                gradient_norm=took["first"] / took["trusting"],
+                same=took["second"] / took["first"],
+            ).items():
+                ratios[name].append(ratio)
+            start = time.perf_counter()
+            save(folder, i)
+            written.append(time.perf_counter() - start)
             step() # a write leaves caches cold
             plain.append(took["first"] / STEPS)
     out = {name: interval(r) for name, r in ratios.items()}
-    return out | dict(step_ms=round(1e3 * float(np.median(plain)), 2), checkpoint_wall_ms=round(1e3 * float(np.median(written)), 2))
+    return out | dict(
+        step_ms=round(1e3 * float(np.median(plain)), 2),
+        checkpoint_wall_ms=round(1e3 * float(np.median(written)), 2),
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--adapters", nargs="+", default=["himalaya", "lora"])
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path("nbs/records/guards.json"))
     a = parser.parse_args()
-    found = dict(circumstances=circumstances("OMP_NUM_THREADS=1 python bench/guards.py", "cpu"), pairs=a.pairs)
-    for adapter in a.adapters: found[adapter] = measured(adapter, a.pairs); print(adapter, found[adapter], flush=True)
+    found = dict(
+        circumstances=circumstances("OMP_NUM_THREADS=1 python bench/guards.py", "cpu"),
+        pairs=a.pairs,
+    )
+    for adapter in a.adapters:
+        found[adapter] = measured(adapter, a.pairs); print(adapter, found[adapter], flush=True)
     write_atomic(a.out, json.dumps(found, indent=1) + "\n")
 
 

@@ -19,12 +19,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from himalaya_hest.hest.int8 import PRODUCTS, Calibration, Int8Matrix, RoundedWeight, machine_name, quantised, usable, use_calibration
+from himalaya_hest.hest.int8 import (
+    PRODUCTS, Calibration, Int8Matrix, RoundedWeight, machine_name, quantised, usable,
+    use_calibration,
+)
 
 
 def keep_memory():
-    "Freed memory stays with the process (glibc): else pages that are new cost more than small products, and whatever allocates next pays for them."
-    try: return all([ctypes.CDLL(None).mallopt(-1, 2 ** 31 - 1), ctypes.CDLL(None).mallopt(-3, 2 ** 25)]) # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD at its most
+    """Freed memory stays with the process (glibc): else pages that are new cost more than small
+    products, and whatever allocates next pays for them."""
+    try:
+        # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD at its most
+        return all([ctypes.CDLL(None).mallopt(-1, 2**31 - 1), ctypes.CDLL(None).mallopt(-3, 2**25)])
     except (OSError, AttributeError): return False # another library
 
 
@@ -44,27 +50,47 @@ def in_turns(calls, rounds, device, spend_s):
             f(); start = clock(device)
             for _ in range(n[name]): f()
             found[name].append(1e6 * (clock(device) - start) / n[name])
-    return {name: [round(q, 1) for q in statistics.quantiles(v, n=4, method="inclusive")] for name, v in found.items()}
+    return {
+        name: [round(q, 1) for q in statistics.quantiles(v, n=4, method="inclusive")]
+        for name, v in found.items()
+    }
 
 
 def left_out(codes, scale, a, per_row):
     "Products that were measured and not kept."
-    transposed, integers, ones = codes.t().contiguous(), codes.bfloat16(), torch.ones(len(codes), dtype=torch.bfloat16)
+    transposed, integers, ones = (
+        codes.t().contiguous(),
+        codes.bfloat16(),
+        torch.ones(len(codes), dtype=torch.bfloat16),
+    )
     scaled = lambda sums: sums.float().mul_(scale).mul_(per_row)
-    out = {"int_mm, transposed": lambda: scaled(torch._int_mm(a, transposed)), "integers in bf16": lambda: scaled(a.bfloat16() @ integers.t())}
-    if all(d % 64 == 0 for d in codes.shape): out["int8pack"] = lambda: scaled(torch._weight_int8pack_mm(a.bfloat16(), codes, ones))
+    out = {
+        "int_mm, transposed": lambda: scaled(torch._int_mm(a, transposed)),
+        "integers in bf16": lambda: scaled(a.bfloat16() @ integers.t()),
+    }
+    if all(d % 64 == 0 for d in codes.shape):
+        out["int8pack"] = lambda: scaled(torch._weight_int8pack_mm(a.bfloat16(), codes, ones))
     return out
 
 
 def products(d_in, d_out, n, device):
     "What is timed for one shape and number of rows."
     weight, x = torch.randn(d_out, d_in, device=device), torch.randn(n, d_in, device=device)
-    weight16, x16, (codes, scale), (a, per_row) = weight.bfloat16(), x.bfloat16(), quantised(weight), quantised(x)
+    weight16, x16, (codes, scale), (a, per_row) = (
+        weight.bfloat16(),
+        x.bfloat16(),
+        quantised(weight),
+        quantised(x),
+    )
     w = RoundedWeight(codes, scale[:, 0])
     def rounding(product):
         q, s = quantised(x)
         return product(q, w).mul_(s)
-    calls = {"fp32": lambda: x @ weight.t(), "bf16": lambda: x16 @ weight16.t(), "rounding": lambda: quantised(x)}
+    calls = {
+        "fp32": lambda: x @ weight.t(),
+        "bf16": lambda: x16 @ weight16.t(),
+        "rounding": lambda: quantised(x),
+    }
     for name in dict.fromkeys([*usable(device, d_in, d_out), "float"]):
         calls[name] = lambda f=PRODUCTS[name]: f(a, w).mul_(per_row)
         calls[f"{name} + rounding"] = lambda f=PRODUCTS[name]: rounding(f)
@@ -77,9 +103,16 @@ SHARED = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)) # matrices of the 
 def layers(width, device):
     "n → what is timed for a block: by torch in two types, and by its int8 twins."
     ffn = width * 11 // 4
-    shapes = dict.fromkeys("qkvo", (width, width)) | dict(gate=(width, ffn), up=(width, ffn), down=(ffn, width))
-    fp = {k: nn.Linear(*s, bias=False, device=device).requires_grad_(False) for k, s in shapes.items()}
-    bf = {k: nn.Linear(*s, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False) for k, s in shapes.items()}
+    shapes = dict.fromkeys("qkvo", (width, width)) | dict(
+        gate=(width, ffn), up=(width, ffn), down=(ffn, width)
+    )
+    fp = {
+        k: nn.Linear(*s, bias=False, device=device).requires_grad_(False) for k, s in shapes.items()
+    }
+    bf = {
+        k: nn.Linear(*s, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
+        for k, s in shapes.items()
+    }
     twins = {k: Int8Matrix(m) for k, m in fp.items()}
     def whole(of, x, wide):
         for group in SHARED:
@@ -92,7 +125,12 @@ def layers(width, device):
     def of(n):
         x, wide = torch.randn(n, width, device=device), torch.randn(n, ffn, device=device)
         y, broad = x.bfloat16(), wide.bfloat16()
-        return {"fp32": lambda: whole(fp, x, wide), "bf16": lambda: whole(bf, y, broad), "int8 of fp32": lambda: in_int8(x, wide), "int8 of bf16": lambda: in_int8(y, broad)}
+        return {
+            "fp32": lambda: whole(fp, x, wide),
+            "bf16": lambda: whole(bf, y, broad),
+            "int8 of fp32": lambda: in_int8(x, wide),
+            "int8 of bf16": lambda: in_int8(y, broad),
+        }
     return of, twins
 
 
@@ -105,21 +143,57 @@ def main():
     parser.add_argument("--out", default="nbs/records/int8_products.json")
     args = parser.parse_args()
     torch.set_num_threads(1); torch.set_grad_enabled(False); torch.manual_seed(0)
-    kept, device, rows, blocks = keep_memory(), torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device, [], []
+    kept, device, rows, blocks = (
+        keep_memory(),
+        torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device,
+        [],
+        [],
+    )
     for width in args.widths:
         for d_in, d_out in ((width, width), (width, width * 11 // 4), (width * 11 // 4, width)):
             for n in args.rows:
-                rows.append(dict(d_in=d_in, d_out=d_out, n_rows=n, us=in_turns(products(d_in, d_out, n, device), args.rounds, device, args.spend_ms / 1e3)))
+                rows.append(
+                    dict(
+                        d_in=d_in,
+                        d_out=d_out,
+                        n_rows=n,
+                        us=in_turns(
+                            products(d_in, d_out, n, device),
+                            args.rounds,
+                            device,
+                            args.spend_ms / 1e3,
+                        ),
+                    )
+                )
                 print(json.dumps(rows[-1]), flush=True)
         use_calibration(Calibration(None)) # what is fastest here, measured in this process
         of, twins = layers(width, device)
         for n in args.rows:
             us = in_turns(of(n), args.rounds, device, args.spend_ms / 1e3)
-            blocks.append(dict(width=width, mlp=width * 11 // 4, n_rows=n, us=us, int8_bytes=sum(m.weight_bytes() for m in twins.values())))
+            blocks.append(
+                dict(
+                    width=width,
+                    mlp=width * 11 // 4,
+                    n_rows=n,
+                    us=us,
+                    int8_bytes=sum(m.weight_bytes() for m in twins.values()),
+                )
+            )
             print(json.dumps(blocks[-1]), flush=True)
-    record = dict(command=" ".join(["python bench/int8_products.py", *sys.argv[1:]]), rounds=args.rounds, device=machine_name(device).split(" | ")[0], threads=torch.get_num_threads(), torch=torch.__version__, keeps_memory=kept, us="lower quartile, median, upper quartile")
+    record = dict(
+        command=" ".join(["python bench/int8_products.py", *sys.argv[1:]]),
+        rounds=args.rounds,
+        device=machine_name(device).split(" | ")[0],
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        keeps_memory=kept,
+        us="lower quartile, median, upper quartile",
+    )
     lines = lambda of: "[\n" + ",\n".join("  " + json.dumps(r) for r in of) + "\n ]" # one line each
-    Path(args.out).write_text(json.dumps(record, indent=1)[:-2] + f',\n "rows": {lines(rows)},\n "layers": {lines(blocks)}\n}}\n')
+    Path(args.out).write_text(
+        json.dumps(record, indent=1)[:-2]
+        + f',\n "rows": {lines(rows)},\n "layers": {lines(blocks)}\n}}\n'
+    )
     print(args.out)
 
 

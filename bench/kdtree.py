@@ -25,7 +25,9 @@ DIMENSIONS = (2, 4, 8, WIDTH - 1) # of the sphere the rows lie on; 127 is the wh
 
 def rows(n, dimension, gen):
     "Unit vectors on one fixed sphere of the given dimension."
-    frame = torch.linalg.qr(torch.randn(WIDTH, dimension + 1, generator=torch.Generator().manual_seed(dimension))).Q
+    frame = torch.linalg.qr(
+        torch.randn(WIDTH, dimension + 1, generator=torch.Generator().manual_seed(dimension))
+    ).Q
     return unit(torch.randn(n, dimension + 1, generator=gen)) @ frame.T
 
 
@@ -48,22 +50,36 @@ def measure(n, dimension, batch, seed):
     for f in FANOUTS:
         trees[f] = KDTree(n, fanout=f)
         build[f] = clock(lambda: trees[f].rebuild(atoms), 1)
-    ways = {"brute": lambda: (x @ atoms.T).argmax(1)} | {str(f): (lambda t=t: t.nearest(x)) for f, t in trees.items()}
+    ways = {"brute": lambda: (x @ atoms.T).argmax(1)} | {
+        str(f): (lambda t=t: t.nearest(x)) for f, t in trees.items()
+    }
     found = {f: t.nearest(x) for f, t in trees.items()}
     assert all(torch.equal(r.index, ways["brute"]()) for r in found.values()), (n, dimension)
     times = {k: max(1, min(50, int(.006 / max(clock(w, 1), 1e-6)))) for k, w in ways.items()}
     took = {k: [] for k in ways}
     for _ in range(REPEATS):
         for k, w in ways.items(): took[k].append(clock(w, times[k]) / batch * 1e6)
-    return {"atoms": n, "dimension": dimension, "batch": batch, "brute_us": summary(took["brute"]),
-            "tree_us": {k: summary(v) for k, v in took.items() if k != "brute"},
-            "ratio": {k: summary([b / t for b, t in zip(took["brute"], v)]) for k, v in took.items() if k != "brute"},
-            "compared": {str(f): float(f"{float(r.compared.float().mean()) / n:.3g}") for f, r in found.items()},
-            "build_s": {str(f): round(s, 4) for f, s in build.items()}}
+    return {
+        "atoms": n,
+        "dimension": dimension,
+        "batch": batch,
+        "brute_us": summary(took["brute"]),
+        "tree_us": {k: summary(v) for k, v in took.items() if k != "brute"},
+        "ratio": {
+            k: summary([b / t for b, t in zip(took["brute"], v)])
+            for k, v in took.items()
+            if k != "brute"
+        },
+        "compared": {
+            str(f): float(f"{float(r.compared.float().mean()) / n:.3g}") for f, r in found.items()
+        },
+        "build_s": {str(f): round(s, 4) for f, s in build.items()},
+    }
 
 
 def pays_from(measured):
-    "Smallest size from which on the whole interval of the ratio lies above one, by dimension, batch and fanout; null where there is none."
+    """Smallest size from which on the whole interval of the ratio lies above one, by dimension,
+    batch and fanout; null where there is none."""
     out = {}
     for m in sorted(measured, key=lambda m: m["atoms"]):
         for f, (_, low, _) in m["ratio"].items():
@@ -84,17 +100,42 @@ def main():
         for dimension in DIMENSIONS:
             for batch in BATCHES:
                 measured.append(measure(n, dimension, batch, a.seed))
-                print(n, dimension, batch, measured[-1]["brute_us"], measured[-1]["tree_us"], flush=True)
-    result = {"command": "OMP_NUM_THREADS=1 python bench/kdtree.py --out nbs/records/kdtree.json" if tuple(a.sizes) == SIZES else f"python bench/kdtree.py --sizes {' '.join(map(str, a.sizes))}",
-              "width": WIDTH, "leaf": 4, "repeats": REPEATS, "seed": a.seed, "device": "cpu, one thread of a shared machine",
-              "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
-              "columns": "ratio and *_us: [median, second smallest, second largest] of the repeats; compared: distances computed, per atom (those of the first leaf twice)",
-              "cpu_s": round(time.process_time()), "pays_from": pays_from(measured), "measured": measured}
+                print(
+                    n,
+                    dimension,
+                    batch,
+                    measured[-1]["brute_us"],
+                    measured[-1]["tree_us"],
+                    flush=True,
+                )
+    result = {
+        "command": (
+            "OMP_NUM_THREADS=1 python bench/kdtree.py --out nbs/records/kdtree.json"
+            if tuple(a.sizes) == SIZES
+            else f"python bench/kdtree.py --sizes {' '.join(map(str, a.sizes))}"
+        ),
+        "width": WIDTH,
+        "leaf": 4,
+        "repeats": REPEATS,
+        "seed": a.seed,
+        "device": "cpu, one thread of a shared machine",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+        "columns": "ratio and *_us: [median, second smallest, second largest] of the repeats; "
+        "compared: distances computed, per atom (those of the first leaf twice)",
+        "cpu_s": round(time.process_time()),
+        "pays_from": pays_from(measured),
+        "measured": measured,
+    }
     print(result["cpu_s"], "s of CPU;", result["pays_from"])
     if a.out:
         head = json.dumps({k: v for k, v in result.items() if k != "measured"}, indent=1)
         body = ",\n".join("  " + json.dumps(m) for m in measured)
-        with open(a.out, "w", encoding="utf-8") as f: f.write(f'{head[:-2]},\n "measured": [\n{body}\n ]\n}}\n')
+        with open(a.out, "w", encoding="utf-8") as f:
+            f.write(f'{head[:-2]},\n "measured": [\n{body}\n ]\n}}\n')
 
 
 if __name__ == "__main__": main()

@@ -22,9 +22,20 @@ from torch_overhead import LAYERS, Contestant, backbone
 import himalaya_hest.onnx.session
 from himalaya_hest.onnx.export import export_onnx
 
-EXPORTS = {"himalaya": ("himalaya", {}), "himalaya-float": ("himalaya", dict(packed=False)), "lora-qv": ("lora-qv", {}), "lora-all": ("lora-all", {}), "lora-bank": ("lora-bank", {}),
-           "lora-bank-float": ("lora-bank", dict(packed=False)), "reft": ("reft", {}), "lilac": ("lilac", {}), "bare-again": ("bare", {})}
-CONTROL = "bare-again" # the bare backbone a second time: what two sessions of the same work differ by; only where it is asked for
+EXPORTS = {
+    "himalaya": ("himalaya", {}),
+    "himalaya-float": ("himalaya", dict(packed=False)),
+    "lora-qv": ("lora-qv", {}),
+    "lora-all": ("lora-all", {}),
+    "lora-bank": ("lora-bank", {}),
+    "lora-bank-float": ("lora-bank", dict(packed=False)),
+    "reft": ("reft", {}),
+    "lilac": ("lilac", {}),
+    "bare-again": ("bare", {}),
+}
+# the bare backbone a second time: what two sessions of the same work differ by; only where it is
+# asked for
+CONTROL = "bare-again"
 INT8 = ("bare", "himalaya", "lora-qv") # also over an int8 backbone, with --int8
 
 
@@ -36,28 +47,53 @@ def export_all(width, names, a, folder):
         out.append(folder / name)
         if (folder / name / "onnx.json").exists(): continue
         method, options = EXPORTS.get(name, (name, {}))
-        export_onnx(base if method == "bare" else Contestant(method, base, sizes).adapter.model, folder / name, int8=a.int8, **options)
+        export_onnx(
+            base if method == "bare" else Contestant(method, base, sizes).adapter.model,
+            folder / name,
+            int8=a.int8,
+            **options,
+        )
     return out
 
 
 def measured(folders, a, out):
     "What session.py finds, as a board would."
-    command = [sys.executable, himalaya_hest.onnx.session.__file__, *map(str, folders), "--pairs", str(a.pairs), "--threads", *map(str, a.threads), "--tokens", *map(str, a.tokens), "--out", str(out)]
+    command = [
+        sys.executable,
+        himalaya_hest.onnx.session.__file__,
+        *map(str, folders),
+        "--pairs",
+        str(a.pairs),
+        "--threads",
+        *map(str, a.threads),
+        "--tokens",
+        *map(str, a.tokens),
+        "--out",
+        str(out),
+    ]
     if subprocess.run(command).returncode: raise SystemExit("the measurement failed")
     return json.loads(out.read_text(encoding="utf-8"))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--widths", type=int, nargs="+", default=sorted(LAYERS))
-    parser.add_argument("--methods", nargs="+", default=[n for n in EXPORTS if n != CONTROL], choices=list(EXPORTS))
+    parser.add_argument(
+        "--methods", nargs="+", default=[n for n in EXPORTS if n != CONTROL], choices=list(EXPORTS)
+    )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128])
     parser.add_argument("--layers", type=int, default=0, help="0: by width")
     parser.add_argument("--tasks", type=int, default=25)
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--int8", action="store_true", help="over an int8 backbone")
-    parser.add_argument("--keep", type=Path, help="folder of the exports, which stay; those that it has are not made again")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="folder of the exports, which stay; those that it has are not made again",
+    )
     parser.add_argument("--out", type=Path, default=Path("nbs/records/onnx_latency.json"))
     a = parser.parse_args()
     names = [n for n in a.methods if not a.int8 or n in INT8]
@@ -65,12 +101,32 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         for width in a.widths:
             start = time.perf_counter()
-            folder = (a.keep or Path(temporary)) / f"{width}{f'x{a.layers}' * (a.layers > 0)}{'-int8' * a.int8}"
+            folder = (
+                a.keep or Path(temporary)
+            ) / f"{width}{f'x{a.layers}' * (a.layers > 0)}{'-int8' * a.int8}"
             folders = export_all(width, names, a, folder)
-            print(f"width {width}: {len(folders)} exports in {time.perf_counter() - start:.0f} s", flush=True)
+            print(
+                f"width {width}: {len(folders)} exports in " f"{time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
             entry = measured(folders, a, Path(temporary) / "found.json")
-            command = f"python bench/onnx_latency.py --widths {width} --tokens {' '.join(map(str, a.tokens))} --pairs {a.pairs}" + f" --layers {a.layers}" * (a.layers > 0) + " --int8" * a.int8 + f" --methods {CONTROL} --out {a.out}" * (names == [CONTROL])
-            found[folder.name] = dict(width=width, layers=a.layers or LAYERS[width], int8=a.int8, tasks=a.tasks, circumstances=circumstances(command, "cpu")) | entry
+            command = (
+                f"python bench/onnx_latency.py --widths {width} --tokens "
+                f"{' '.join(map(str, a.tokens))} --pairs {a.pairs}"
+                + f" --layers {a.layers}" * (a.layers > 0)
+                + " --int8" * a.int8
+                + f" --methods {CONTROL} --out {a.out}" * (names == [CONTROL])
+            )
+            found[folder.name] = (
+                dict(
+                    width=width,
+                    layers=a.layers or LAYERS[width],
+                    int8=a.int8,
+                    tasks=a.tasks,
+                    circumstances=circumstances(command, "cpu"),
+                )
+                | entry
+            )
             a.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -56,14 +56,19 @@ def step_ratios(adapter, pairs):
             spent[0] = 0.
             took[name] = timed(step, name != "shared")
             if name == "shared": exchange.append(1e3 * spent[0] / STEPS)
-        ratios["shared"].append(took["shared"] / took["alone"]); ratios["same"].append(took["again"] / took["alone"])
+        ratios["shared"].append(took["shared"] / took["alone"])
+        ratios["same"].append(took["again"] / took["alone"])
         single.append(1e3 * took["alone"] / STEPS)
     training.summed = real
-    return {k: interval(r) for k, r in ratios.items()} | dict(single_step_ms=round(float(np.median(single)), 2), exchange_ms=round(float(np.median(exchange)), 2))
+    return {k: interval(r) for k, r in ratios.items()} | dict(
+        single_step_ms=round(float(np.median(single)), 2),
+        exchange_ms=round(float(np.median(exchange)), 2),
+    )
 
 
 def exchanged(numbers, rounds=30):
-    "Wall ms of the sum of so many float32 numbers over processes, and of what remains of it where there is nobody else."
+    """Wall ms of the sum of so many float32 numbers over processes, and of what remains of it where
+    there is nobody else."""
     x, out = torch.zeros(numbers), {}
     for name in ("two processes", "alone"):
         times = []
@@ -74,7 +79,10 @@ def exchanged(numbers, rounds=30):
                 with as_only_process(): summed([x])
             else: summed([x])
             times.append(1e3 * (time.perf_counter() - start))
-        out[name] = dict(median_ms=round(float(np.median(times)), 3), quartiles_ms=[round(float(q), 3) for q in np.percentile(times, [25, 75])])
+        out[name] = dict(
+            median_ms=round(float(np.median(times)), 3),
+            quartiles_ms=[round(float(q), 3) for q in np.percentile(times, [25, 75])],
+        )
     return dict(numbers=numbers, sent_mb=round(8 * numbers / 1e6, 3)) | out
 
 
@@ -93,7 +101,9 @@ def worker(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--adapters", nargs="+", default=["himalaya", "lora"])
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--out", type=Path, default=Path("nbs/records/shared_run.json"))
@@ -103,9 +113,39 @@ def main():
     numbers = {a: trained(a) for a in SEVEN_B}
     with tempfile.TemporaryDirectory() as d:
         out = Path(d)/"found.json"
-        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "--adapters", *args.adapters, "--pairs", str(args.pairs), "--out", str(out), "--numbers", json.dumps(numbers)], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                __file__,
+                "--adapters",
+                *args.adapters,
+                "--pairs",
+                str(args.pairs),
+                "--out",
+                str(out),
+                "--numbers",
+                json.dumps(numbers),
+            ],
+            check=True,
+        )
         found = json.loads(out.read_text())
-    write_atomic(args.out, json.dumps(dict(circumstances=circumstances("OMP_NUM_THREADS=1 python bench/shared_run.py", "cpu"), pairs=args.pairs) | found, indent=1) + "\n")
+    write_atomic(
+        args.out,
+        json.dumps(
+            dict(
+                circumstances=circumstances("OMP_NUM_THREADS=1 python bench/shared_run.py", "cpu"),
+                pairs=args.pairs,
+            )
+            | found,
+            indent=1,
+        )
+        + "\n",
+    )
     print(json.dumps(found, indent=1))
 
 
