@@ -27,7 +27,7 @@ def start_processes(
     from accelerate import Accelerator
     n, cuda = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()
     if n > 1 and not dist.is_initialized():
-        # torch would wait for an address that nobody gave it
+        # torch's own error names one variable, and not what to do
         if missing := [k for k in NEEDED if k not in os.environ]:
             raise ValueError(
                 f"WORLD_SIZE is {n}, but {', '.join(missing)} is not set: start the "
