@@ -196,7 +196,7 @@ def pass_at_1(
     """Share of rows whose program passes all of its tests. Raises ValueError where the programs
     were not run."""
     predictions, references = _checked(predictions, references)
-    # nothing is run from here: a score needs to be allowed to run programs, and that is asked above
+    # without outcomes the text alone would be scored, under a name that says it was run
     if outcomes is None:
         raise ValueError(
             "pass_at_1 needs the outcome of each program, and none was run: set "
