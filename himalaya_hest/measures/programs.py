@@ -398,7 +398,7 @@ def _confine(pipes, limits, without):
     os.closerange(pipes["result"] + 1, 65536)
     # a fork seeds it anew, and a score must not depend on chance
     random.seed(0)
-    # rights are dropped first: neither Landlock nor a filter is taken from a process that has them
+    # Landlock and the filter are taken only from a process that can gain no rights any more
     _drop_rights()
     if "landlock" not in without: _landlocked(os.curdir)
     filtered = "seccomp" not in without and _forbid_calls()
@@ -676,7 +676,7 @@ def _session(request, seconds):
         sys.executable, "-P", "-s", "-B", "-X", "utf8", "-c", START,
         find_spec("himalaya_hest.measures.programs").origin, str(lifeline), folder,
     ]
-    # nothing of the user's environment, and one thread: threads would need a limit of their own
+    # nothing of the user's environment; numpy's threads would use up a program's processor seconds
     fixed = dict(
         PATH=os.defpath, HOME=folder, TMPDIR=folder, LC_ALL="C.UTF-8", PYTHONHASHSEED="0",
         OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1",
