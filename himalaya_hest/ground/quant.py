@@ -18,7 +18,7 @@ def group_codes(
     x: Tensor, # (n, d) finite
     bits: int, # 2, 3, 4 or 8
     group: int, # numbers that share a scale
-) -> tuple[Tensor, Tensor]: # float64 codes (n, groups, group) in −T..T−1, float16 scales (n, groups)
+) -> tuple[Tensor, Tensor]: # codes (n, groups, group) in −T..T−1, float16 scales (n, groups)
     """Codes and least-squares scales of every group; the last group of a row is filled up with
     zeros. `ValueError` for other bits, shapes, or numbers that are not finite."""
     # a wrong argument would give numbers that look right

@@ -574,7 +574,8 @@ def task_table(
         ])
     # the last line has the means of the columns that are scores
     rows.append(
-        ["", "mean", "", "", ""] + [_mean([row[k] for row in rows]) for k in range(5, 10)] + ["", ""]
+        ["", "mean", "", "", ""]
+        + [_mean([row[k] for row in rows]) for k in range(5, 10)] + ["", ""]
     )
     columns = [
         "#", "task", "kind", "languages", "metric",

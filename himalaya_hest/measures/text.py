@@ -423,7 +423,10 @@ def entity_f1(
     predictions, references = _checked(predictions, references)
     # what says that a row has no entities: the task's own words for it, and silence
     silent = (
-        {normalise_label(r[0]) for r in references if ":" not in unicodedata.normalize("NFKC", r[0])}
+        {
+            normalise_label(r[0]) for r in references
+            if ":" not in unicodedata.normalize("NFKC", r[0])
+        }
         | {normalise_label(x) for x in labels or ("none",)}
         | {""}
     )
