@@ -84,10 +84,12 @@ class HookList(StreamHooks):
         hooks: Iterable[StreamHooks]): # hooks in the order in which they act
         self.hooks = list(hooks)
     def on_task_start(self, task): [h.on_task_start(task) for h in self.hooks]
+    # one hook's None is no zero: where all are silent, the loss gets no term and no graph
     def extra_loss(self, model, batch):
         return _total(h.extra_loss(model, batch) for h in self.hooks)
     def micro_batch_loss(self, model, batch, share):
         return _total(h.micro_batch_loss(model, batch, share) for h in self.hooks)
+    # two hooks of a class may count under the same name, so the position goes before it
     def step_sums(self):
         return {f"{i}.{n}": t for i, h in enumerate(self.hooks) for n, t in h.step_sums().items()}
     def after_backward(self): [h.after_backward() for h in self.hooks]
@@ -100,6 +102,7 @@ class HookList(StreamHooks):
             n: sum(h.faults().get(n, 0) for h in self.hooks)
             for n in sorted({n for h in self.hooks for n in h.faults()})
         }
+    # lists and no generators: a hook that keeps count must be asked even where another has decided
     def may_choose(self): return all([h.may_choose() for h in self.hooks])
     def told(self): return {k: v for h in self.hooks for k, v in h.told().items()}
     def should_stop(self): return any([h.should_stop() for h in self.hooks])
@@ -108,8 +111,7 @@ class HookList(StreamHooks):
     def state_dict(self):
         return {
             self._prefix(i) + k: v
-            for i, h in enumerate(self.hooks)
-            for k, v in h.state_dict().items()
+            for i, h in enumerate(self.hooks) for k, v in h.state_dict().items()
         }
     def load_state_dict(self, state):
         known = tuple(self._prefix(i) for i in range(len(self.hooks)))

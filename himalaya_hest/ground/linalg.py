@@ -41,11 +41,9 @@ def philox_uniform(
     n: int,
 ) -> Tensor: # (n,) float32 in [−1, 1)
     "The upper 24 bits of each word, as a number in [−1, 1) that float32 holds exactly."
-    return torch.from_numpy(
-        ((philox_words(seed, stream, n) >> np.uint64(40)).astype(np.float64) / 2**23 - 1).astype(
-            np.float32
-        )
-    )
+    return torch.from_numpy((
+        (philox_words(seed, stream, n) >> np.uint64(40)).astype(np.float64) / 2**23 - 1
+    ).astype(np.float32))
 
 # %% ../../nbs/ground/01_linalg.ipynb #51ff73df
 def unit(

@@ -19,12 +19,14 @@ def head_at(
 ):
     """Inside, the model's logits are (1, positions, vocabulary), row after row; `ValueError` for a
     model that names no output embeddings."""
+    # without a head to hook, every logit would be computed unseen
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(
             f"{type(model).__name__} has no output embeddings (get_output_embeddings gives "
             "None); a causal language model is needed"
         )
+    # a head takes (b, n, width): the chosen positions of all rows become one row
     handle = head.register_forward_pre_hook(
         lambda module, args: (args[0][where.to(args[0].device)][None], *args[1:])
     )
@@ -36,7 +38,7 @@ def target_logits(
     model: nn.Module, # a causal LM, bare or wrapped by PEFT
     labels: Tensor, # (b, n) int64, −100 where there is no target
     **inputs, # of the model's forward, without labels
-) -> tuple[Tensor, Tensor]: # (m, vocabulary) in the model's dtype, (m,) int64: predictions and what was to be predicted
+) -> tuple[Tensor, Tensor]: # (m, vocabulary) predictions in the model's dtype, (m,) int64 targets
     "The logits of the m target tokens of a batch, row after row."
     where = nn.functional.pad(labels[:, 1:] != -100, (0, 1))
     with head_at(model, where): logits = model(**inputs).logits
@@ -51,8 +53,9 @@ def target_loss(
     n_targets: int | Tensor | None = None, # targets of the whole optimiser step; None: those given
 ) -> Tensor: # scalar, float32
     "Cross-entropy summed over the targets, divided by `n_targets`; 0 where there is no target."
-    return nn.functional.cross_entropy(logits.float(), targets, reduction="sum") / max(
-        1, len(targets) if n_targets is None else n_targets
+    return (
+        nn.functional.cross_entropy(logits.float(), targets, reduction="sum")
+        / max(1, len(targets) if n_targets is None else n_targets)
     )
 
 # %% ../../nbs/ground/04_loss.ipynb #e25a91ab

@@ -27,17 +27,20 @@ def start_processes(
     from accelerate import Accelerator
     n, cuda = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available()
     if n > 1 and not dist.is_initialized():
+        # torch's own error names one variable, and not what to do
         if missing := [k for k in NEEDED if k not in os.environ]:
             raise ValueError(
                 f"WORLD_SIZE is {n}, but {', '.join(missing)} is not set: start the "
                 f"processes with torchrun --nproc-per-node {n}, or unset WORLD_SIZE"
             )
+        # two processes on one GPU would share its memory, and NCCL refuses them much later
         local = int(os.environ["LOCAL_RANK"])
         if cuda and local >= torch.cuda.device_count():
             raise ValueError(
                 f"process {local} of this machine has no GPU of its own: there are "
                 f"{torch.cuda.device_count()}; start as many processes a machine"
             )
+        # the device first, or NCCL takes the first GPU for each process
         if cuda: torch.cuda.set_device(local)
         dist.init_process_group(
             "cuda:nccl,cpu:gloo" if cuda else "gloo", timeout=timedelta(hours=waits_h)
@@ -77,7 +80,6 @@ def check_same(
             f"{when}, processes of this run hold different values in "
             f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''} (seen in process "
             f"{process_index()}). What a hook keeps of a step's rows must be named in "
-            "step_sums, "
-            "and nothing may depend on the process or on its clock; all machines must have "
-            "the same kind of processor or GPU"
+            "step_sums, and nothing may depend on the process or on its clock; all machines "
+            "must have the same kind of processor or GPU"
         )

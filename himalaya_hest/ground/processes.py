@@ -25,8 +25,7 @@ def num_processes() -> int:
     "Processes that share this run."
     return (
         dist.get_world_size()
-        if dist.is_available() and dist.is_initialized() and not _ALONE.get()
-        else 1
+        if dist.is_available() and dist.is_initialized() and not _ALONE.get() else 1
     )
 
 # %% ../../nbs/ground/08_processes.ipynb #6b7d48db
@@ -79,6 +78,7 @@ def gathered(
     sizes = [torch.zeros(1, dtype=torch.long) for _ in range(num_processes())]
     dist.all_gather(sizes, torch.tensor([len(data)]))
     own = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    # torch refuses an empty buffer
     own[:len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
     out = [torch.empty_like(own) for _ in sizes]
     dist.all_gather(out, own)
@@ -92,9 +92,9 @@ def bytes_from_main(
     if num_processes() == 1: return data
     size = torch.tensor([len(data)])
     dist.broadcast(size, 0)
+    # torch refuses an empty buffer, and nothing is sent of one
     out = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if is_main_process() and data
+        torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_main_process() and data
         else torch.zeros(int(size), dtype=torch.uint8)
     )
     if int(size): dist.broadcast(out, 0)
@@ -108,8 +108,7 @@ def from_main(
     if num_processes() == 1: return tensor
     shape = json.loads(bytes_from_main(json.dumps(list(tensor.shape)).encode()))
     out = (
-        tensor.detach().contiguous().clone()
-        if is_main_process()
+        tensor.detach().contiguous().clone() if is_main_process()
         else torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
     )
     dist.broadcast(out, 0)

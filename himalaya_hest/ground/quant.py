@@ -18,9 +18,10 @@ def group_codes(
     x: Tensor, # (n, d) finite
     bits: int, # 2, 3, 4 or 8
     group: int, # numbers that share a scale
-) -> tuple[Tensor, Tensor]: # float64 codes (n, ⌈d/group⌉, group) in −T..T−1, float16 scales (n, ⌈d/group⌉)
+) -> tuple[Tensor, Tensor]: # codes (n, groups, group) in −T..T−1, float16 scales (n, groups)
     """Codes and least-squares scales of every group; the last group of a row is filled up with
     zeros. `ValueError` for other bits, shapes, or numbers that are not finite."""
+    # a wrong argument would give numbers that look right
     if bits not in BITS or group < 1:
         raise ValueError(
             f"bits must be one of {BITS} and group positive, got bits={bits}, group={group}"
@@ -32,13 +33,16 @@ def group_codes(
         )
     if not bool(torch.isfinite(x).all()):
         raise ValueError("cannot quantise a matrix that holds inf or nan")
+    # zeros fill the last group: they change neither its largest entry nor its scale
     top, n_groups = 2 ** (bits - 1), -(-x.shape[1] // group)
-    g = torch.nn.functional.pad(x.detach().double(), (0, n_groups * group - x.shape[1])).view(
-        len(x), n_groups, group
-    )
+    g = torch.nn.functional.pad(
+        x.detach().double(), (0, n_groups * group - x.shape[1])
+    ).view(len(x), n_groups, group)
+    # the entry of largest magnitude gets the code −T, the one without a mirror image
     high, low = g.amax(-1, keepdim=True), g.amin(-1, keepdim=True)
     start = torch.where(high >= -low, high, low) / -top
     codes = torch.round(g / torch.where(start == 0, 1., start)).clamp(-top, top - 1)
+    # least squares for these codes; where half precision rounds it to zero, the group is zero
     scale = (g * codes).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True).clamp_min(1)
     scale = scale.clamp(-_HALF_MAX, _HALF_MAX).half() + 0. # no negative zero
     return torch.where(scale == 0, 0., codes), scale.squeeze(-1)
@@ -65,8 +69,7 @@ def unpack_planes(
     place = torch.arange(8, dtype=torch.uint8, device=planes.device)
     plane = torch.arange(bits, dtype=torch.uint8, device=planes.device).view(-1, 1, 1)
     return (
-        (((planes[..., None] >> place) & 1) << plane)
-        .sum(1, dtype=torch.uint8)
+        (((planes[..., None] >> place) & 1) << plane).sum(1, dtype=torch.uint8)
         .view(n, 8 * n_bytes)[:, :width]
     )
 
@@ -75,11 +78,11 @@ def quantise_groups(
     x: Tensor, # (n, d) finite
     bits: int = 3, # 2, 3, 4 or 8
     group: int = 32, # numbers that share a scale
-) -> tuple[Tensor, Tensor]: # uint8 bit planes (n, bits, ⌈d/8⌉) of the codes plus T, float16 scales (n, ⌈d/group⌉)
+) -> tuple[Tensor, Tensor]: # uint8 planes (n, bits, ⌈d/8⌉), float16 scales (n, ⌈d/group⌉)
     "Nearest grid points, bit-packed; quantising what they stand for gives the same bytes again."
     codes, scales = group_codes(x, bits, group)
     return (
-        pack_planes((codes + 2 ** (bits - 1)).to(torch.uint8).flatten(1)[:, : x.shape[1]], bits),
+        pack_planes((codes + 2 ** (bits - 1)).to(torch.uint8).flatten(1)[:, :x.shape[1]], bits),
         scales,
     )
 

@@ -27,15 +27,15 @@ def quiet():
     """Libraries say nothing in here; filters of warnings, levels of logging, bars and the handler
     of SIGTERM are as they were afterwards."""
     from transformers.utils import logging as hf_logging
+    # what is changed is noted first, so that it can be put back
     verbosity, handler = hf_logging.get_verbosity(), signal.getsignal(signal.SIGTERM)
     levels = {
-        log: log.level
-        for log in map(
-            logging.getLogger,
-            ("bitsandbytes", "bitsandbytes.backends.cpu.ops", "torch._dynamo", "torch._inductor"),
-        )
+        log: log.level for log in map(logging.getLogger, (
+            "bitsandbytes", "bitsandbytes.backends.cpu.ops", "torch._dynamo", "torch._inductor",
+        ))
     }
     try:
+        # `catch_warnings` puts the filters back itself
         with warnings.catch_warnings(), without_bars():
             warnings.simplefilter("ignore"); hf_logging.set_verbosity_error()
             for log in levels: log.setLevel(logging.ERROR)

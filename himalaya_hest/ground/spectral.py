@@ -16,9 +16,10 @@ def top_directions(
     weight: Tensor, # (d_out, d_in) floating point, finite
     rank: int, # R
     seed: int = 0, # of the random matrix, where one is used
-) -> tuple[Tensor, Tensor, Tensor]: # U (R, d_out), σ (R), V (R, d_in): float32, rows of U and V orthonormal, σ falling
+) -> tuple[Tensor, Tensor, Tensor]: # U (R, d_out), σ (R), V (R, d_in): float32, σ falling
     """The R leading singular pairs. `ValueError` for a rank that the matrix does not have, or
     numbers that are not finite."""
+    # packed weights arrive here as bytes, which have no directions
     if weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(
             f"expected a floating-point matrix (d_out, d_in), got {weight.dtype} of shape "
@@ -30,6 +31,7 @@ def top_directions(
             f"rank is {rank}; a matrix of shape {tuple(weight.shape)} has 1 to {small} "
             "directions"
         )
+    # while shapes are planned there are no numbers to decompose
     if weight.is_meta:
         return tuple(
             torch.empty(s, device="meta")
@@ -37,6 +39,8 @@ def top_directions(
         )
     if not bool(torch.isfinite(weight).all()):
         raise ValueError("cannot decompose a matrix that holds inf or nan")
+    # a thin random matrix finds the leading pairs of a large weight; the caller's own random
+    # numbers go on as if none had been drawn here
     w = weight.detach().float()
     with torch.random.fork_rng(devices=[w.device] if w.is_cuda else []):
         torch.manual_seed(seed)
@@ -46,6 +50,7 @@ def top_directions(
             else torch.linalg.svd(w, full_matrices=False)
         )
     v = v if small > EXACT_UP_TO else v.T
+    # a pair has no sign of its own: one is chosen that any machine chooses
     u, s, v = u[:, :rank].T, s[:rank], v[:, :rank].T
     sign = torch.where(u.gather(1, u.abs().argmax(1, keepdim=True)) < 0, -1., 1.)
     return (u * sign).contiguous(), s.contiguous(), (v * sign).contiguous()

@@ -33,6 +33,7 @@ class Table:
     def __repr__(self):
         cells = [list(map(str, self.columns))] + [list(map(_shown, row)) for row in self.rows]
         width = [max(map(len, column)) for column in zip(*cells)]
+        # dashes are text too, so the values decide and not what is shown of them
         left = [
             not any(isinstance(row[k], (int, float)) for row in self.rows)
             for k in range(len(width))
@@ -41,6 +42,7 @@ class Table:
             "  ".join(c.ljust(w) if l else c.rjust(w) for c, w, l in zip(row, width, left)).rstrip()
             for row in cells
         ]
+        # two spaces stand between columns, none after the last
         return "\n".join(
             [self.title, lines[0], "-" * (sum(width) + 2 * len(width) - 2)] + lines[1:]
         )
@@ -51,13 +53,16 @@ def table_html(
 ) -> str: # an HTML table
     "The table in HTML, numbers to the right."
     from html import escape
-    cell = (
-        lambda x, tag: f'<{tag} '
-        f'style="text-align:{"right" if isinstance(x, (int, float)) else "left"}">{escape(_shown(x))}</{tag}>'
+    cell = lambda x, tag: (
+        f'<{tag} style="text-align:'
+        f'{"right" if isinstance(x, (int, float)) else "left"}">{escape(_shown(x))}</{tag}>'
     )
     head = "".join(cell(c, "th") for c in table.columns)
     body = "\n".join("<tr>" + "".join(cell(x, "td") for x in row) + "</tr>" for row in table.rows)
-    return f"<table><caption>{escape(table.title)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+    return (
+        f"<table><caption>{escape(table.title)}</caption>\n"
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+    )
 
 # %% ../../nbs/ground/06_table.ipynb #da1c14be
 def table_markdown(
@@ -75,7 +80,5 @@ def table_markdown(
     )
 
 Table._repr_html_, Table._repr_markdown_, Table.markdown = (
-    table_html,
-    table_markdown,
-    table_markdown,
+    table_html, table_markdown, table_markdown,
 )

@@ -17,6 +17,7 @@ def as_matrix(
 ) -> np.ndarray: # (T, T) float64, nan where not seen
     """The score matrix as an array. Raises ValueError if it is not square, holds a score outside
     [0, 1], or lacks one other than all earlier tasks of a row before the last."""
+    # a vector in place of a matrix becomes rows of one, and is refused by its shape
     rows = [list(r) if np.iterable(r) else [r] for r in matrix]
     if not rows or any(len(r) != len(rows) for r in rows):
         raise ValueError(
@@ -25,7 +26,7 @@ def as_matrix(
         )
     R = np.array([[np.nan if x is None else x for x in r] for r in rows], dtype=np.float64)
     gaps = np.isnan(R) & np.tri(len(R), dtype=bool)
-    # rows of the task just learned alone
+    # what is missing below the diagonal; a row of the just learned task alone lacks nothing
     gaps[:-1][(gaps.sum(1) == np.arange(len(R)))[:-1] & ~np.isnan(np.diag(R))[:-1]] = False
     if missing := [(int(i), int(j)) for i, j in np.argwhere(gaps)]:
         raise ValueError(
@@ -33,6 +34,7 @@ def as_matrix(
             f"({len(missing)} such entries): after each task its own score is needed, "
             "and those of the earlier tasks all or none; after the last task all"
         )
+    # percent look like scores too, and would average to a plausible number
     outside = R[~np.isnan(R) & ~((R >= 0) & (R <= 1))]
     if outside.size:
         raise ValueError(f"score {outside[0]:g} is outside [0, 1]: give shares of 1, never percent")
@@ -58,7 +60,7 @@ def matrix_to_lists(
 # %% ../../nbs/measures/04_continual.ipynb #0ed975c2
 def retained_accuracy(
     matrix, # (T, T) scores
-) -> np.ndarray: # (T,) mean over the tasks seen so far, after each task; nan where they were not evaluated
+) -> np.ndarray: # (T,) mean over the tasks seen so far; nan where they were not evaluated
     "The curve $A_i = \\frac{1}{i+1} \\sum_{j \\le i} R_{ij}$, $i \\in E$."
     R, rows = as_matrix(matrix), evaluated_rows(matrix)
     return np.array([R[i, :i + 1].mean() if i in rows else np.nan for i in range(len(R))])
@@ -81,8 +83,7 @@ def retained_accuracy_auc_trapezoid(
     a = retained_accuracy(matrix)[rows]
     return (
         float(((a[1:] + a[:-1]) / 2 * np.diff(rows)).sum() / (rows[-1] - rows[0]))
-        if len(a) > 1
-        else float(a[0])
+        if len(a) > 1 else float(a[0])
     )
 
 # %% ../../nbs/measures/04_continual.ipynb #97c2fb41
@@ -171,6 +172,7 @@ def other_conventions(
     single=None, # (T,) single-task scores, for SAPT's forward transfer
 ) -> dict[str, float]: # nan where undefined
     "The numbers of O-LoRA, TRACE and SAPT under their own names."
+    # two papers divide by T where the definition above divides by T - 1
     R = as_matrix(matrix)
     over_T = float((R[-1] - np.diag(R)).mean())
     out = dict(
@@ -192,16 +194,13 @@ def continual_summary(
 ) -> dict[str, float | None]: # name -> share of 1; None where undefined
     "Every metric of this module by name. Raises ValueError for a malformed matrix."
     R = as_matrix(matrix)
+    # what the matrix alone tells, under the functions' own names
     own = (
-        retained_accuracy_auc,
-        retained_accuracy_auc_trapezoid,
-        average_accuracy,
-        just_learned_accuracy,
-        average_forgetting,
-        backward_transfer,
-        worst_drop,
+        retained_accuracy_auc, retained_accuracy_auc_trapezoid, average_accuracy,
+        just_learned_accuracy, average_forgetting, backward_transfer, worst_drop,
     )
     out = {f.__name__: f(R) for f in own}
+    # what needs scores that a stream does not measure by itself
     if zero_shot is not None:
         out |= dict(
             zero_shot_accuracy=float(_per_task(zero_shot, len(R), "zero_shot").mean()),
@@ -212,4 +211,5 @@ def continual_summary(
             single_task_accuracy=float(_per_task(single, len(R), "single").mean()),
             intransigence=intransigence(R, single),
         )
+    # nan is no JSON
     return {k: None if np.isnan(v) else v for k, v in (out | other_conventions(R, single)).items()}

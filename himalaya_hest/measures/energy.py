@@ -37,11 +37,14 @@ class NvmlMeter(Meter):
     def __init__(self,
         uuid: str, # of the device, GPU-...: the driver counts other devices than a process sees
     ):
+        # the package is needed where there is a board, and nowhere else
         try: import pynvml
         except ImportError as e:
             raise RuntimeError(
-                "energy_meter 'nvml' needs the package nvidia-ml-py: pip install " "nvidia-ml-py"
+                "energy_meter 'nvml' needs the package nvidia-ml-py: "
+                "pip install nvidia-ml-py"
             ) from e
+        # boards before Volta have a name and no such counter, so it is read once
         try:
             pynvml.nvmlInit()
             self.handle, self.nvml = pynvml.nvmlDeviceGetHandleByUUID(uuid), pynvml
@@ -62,19 +65,21 @@ class RaplMeter(Meter):
     def __init__(self,
         root: Path | str = "/sys/class/powercap",
     ):
+        # whole packages alone: their parts (intel-rapl:0:0) would be counted twice
         named = sorted(
-            d
-            for d in Path(root).glob("intel-rapl:*")
+            d for d in Path(root).glob("intel-rapl:*")
             if d.name.count(":") == 1
-            and (d / "name").exists()
-            and (d / "name").read_text().startswith("package")
+            and (d / "name").exists() and (d / "name").read_text().startswith("package")
         )
         if not named:
             raise RuntimeError(
-                f"energy_meter 'rapl': {root} has no package intel-rapl:N; use 'auto' or " "'none'"
+                f"energy_meter 'rapl': {root} has no package intel-rapl:N; "
+                "use 'auto' or 'none'"
             )
+        # where a counter begins again differs from package to package
         self.domains = [(d/"energy_uj", int((d/"max_energy_range_uj").read_text())) for d in named]
         self.source = f"rapl, {len(named)} package{'s' * (len(named) > 1)}"
+        # a first reading tells whether this user may read at all
         try: self.last = [int(p.read_text()) for p, _ in self.domains]
         except PermissionError as e:
             raise RuntimeError(
@@ -140,12 +145,14 @@ def find_meter(
     be read or counts another device."""
     if name not in METERS:
         raise ValueError(f"energy_meter is {name!r}; expected one of {', '.join(METERS)}")
+    # a counter of another device would give a number, and not that of this work
     fits = {"cuda": "nvml", "cpu": "rapl"}.get(str(device).split(":")[0])
     if name not in ("auto", "none", fits):
         raise RuntimeError(
             f"energy_meter {name!r} does not count what runs on {device}; use "
             f"{', '.join(filter(None, (fits, 'auto')))} or none"
         )
+    # `auto` may find nothing; what was asked for by name may not
     if name == "none" or fits is None: return Meter()
     try: return NvmlMeter(device_uuid(device)) if fits == "nvml" else RaplMeter()
     except RuntimeError:
@@ -176,6 +183,7 @@ def measure_window(
     min_s: float = 5.,
 ) -> Window:
     "Repeat work for at least so long; `RuntimeError` if the counter stood still."
+    # what was begun before the window does not belong to it
     meter.synchronise()
     start, first = meter.clock(), meter.joules()
     last, n, ticks = first, 0, 0
@@ -184,6 +192,7 @@ def measure_window(
         meter.synchronise()
         n, now = n + 1, meter.joules()
         ticks, last = ticks + (now != last), now
+    # a counter that stands still would say that the work is free
     spent, took = last - first, meter.clock() - start
     if not spent > 0:
         raise RuntimeError(
@@ -238,15 +247,9 @@ def _measured(name, windows, idle_w):
     "Means of one piece of work over its windows."
     gross, took = ([getattr(w, k) / w.n_repeats for w in windows] for k in ("joules", "duration_s"))
     return Measured(
-        name,
-        float(np.mean(gross)),
-        float(np.mean(gross) - idle_w * np.mean(took)),
-        gross,
-        float(np.mean(took)),
-        idle_w,
-        sum(w.n_repeats for w in windows),
-        sum(w.n_ticks for w in windows),
-        windows[0].source,
+        name, float(np.mean(gross)), float(np.mean(gross) - idle_w * np.mean(took)), gross,
+        float(np.mean(took)), idle_w, sum(w.n_repeats for w in windows),
+        sum(w.n_ticks for w in windows), windows[0].source,
     )
 
 # %% ../../nbs/measures/05_energy.ipynb #d134e9b2
@@ -266,10 +269,11 @@ def joules_source(
 def calibrate(
     shares: np.ndarray, # (mixes, states) share of the work in each state
     figures: np.ndarray, # (mixes,) Joules or seconds of each mix
-) -> tuple[np.ndarray, float]: # costs (states,), and the largest residual as a share of the largest figure
+) -> tuple[np.ndarray, float]: # costs (states,), largest residual as a share of the largest figure
     """Cost of each state; `ValueError` for fewer than six mixes, or mixes that do not tell the
     states apart."""
     from scipy.optimize import nnls
+    # a fit of figures that do not belong to their mixes, or are none, would still give costs
     x, y = np.asarray(shares, dtype=float), np.asarray(figures, dtype=float)
     if x.ndim != 2 or y.shape != (len(x),):
         raise ValueError(
@@ -281,10 +285,13 @@ def calibrate(
             "a figure of Joules or seconds is zero, negative or not finite; measure that "
             "mix again"
         )
+    # too few mixes, or mixes that always change together, leave the costs open
     if len(x) < 6: raise ValueError(f"{len(x)} mixes are too few to calibrate; expected 6 or more")
     if np.linalg.matrix_rank(x) < x.shape[1]:
         raise ValueError(
-            "these mixes do not tell the states apart: change the share of each state by " "itself"
+            "these mixes do not tell the states apart: change the share of each state by "
+            "itself"
         )
+    # no state gives Joules back, so no cost is negative
     costs, _ = nnls(x, y)
     return costs, float(np.abs(x @ costs - y).max() / np.abs(y).max())

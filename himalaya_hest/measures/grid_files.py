@@ -32,6 +32,7 @@ def pack_records(
     "Write one file; `ValueError` for two records of the same run."
     import pyarrow as pa
     import pyarrow.parquet as pq
+    # an order of their own, so that the same records make the same file
     rows = sorted(map(record_row, records), key=lambda row: row["run_id"])
     names = [row["run_id"] for row in rows]
     if len(set(names)) < len(names):
@@ -40,6 +41,7 @@ def pack_records(
     # a column that only some records have is empty for the others; the record comes last
     columns = list(dict.fromkeys(k for row in rows for k in row if k != "record")) + ["record"]
     table = pa.table({k: [row.get(k) for row in rows] for k in columns})
+    # a reader sees the old file or the new one, and never half of it
     path, partial = Path(path), Path(path).with_suffix(".part")
     pq.write_table(table, partial, compression="zstd", compression_level=19)
     os.replace(partial, path)
@@ -52,9 +54,11 @@ def unpack_records(
     "Read the records again; `ValueError` for a file that is none, or that lacks the run."
     import pyarrow as pa
     import pyarrow.parquet as pq
+    # any file may stand at that path, and Parquet's own errors do not say what was expected
     try: table = pq.read_table(path, columns=["run_id", "record"])
     except (OSError, pa.ArrowInvalid, KeyError) as e:
         raise ValueError(f"{path} is no file of records ({e}): give a .parquet of records/") from e
+    # a thousand records are long to parse, so only what is asked for is
     rows = zip(*(table.column(k).to_pylist() for k in ("run_id", "record")))
     found = {name: text for name, text in rows if run_id in (None, name)}
     if run_id is not None and not found:

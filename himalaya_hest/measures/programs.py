@@ -62,25 +62,14 @@ class Outcome:
 
 # %% ../../nbs/measures/02_programs.ipynb #a397f421
 STATUSES = (
-    "passed",
-    "failed",
-    "error",
-    "syntax_error",
-    "timed_out",
-    "out_of_memory",
-    "crashed",
-    "ended_early",
-    "not_run",
+    "passed", "failed", "error", "syntax_error", "timed_out", "out_of_memory", "crashed",
+    "ended_early", "not_run",
 )
 
 # %% ../../nbs/measures/02_programs.ipynb #a62e846d
 # linux/sched.h
 NEW_USER, NEW_PID, NEW_NET, NEW_IPC, NEW_MOUNTS = (
-    0x10000000,
-    0x20000000,
-    0x40000000,
-    0x08000000,
-    0x00020000,
+    0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x00020000,
 )
 # linux/prctl.h
 PARENT_DEATH_SIGNAL, DUMPABLE, SECCOMP, SUBREAPER, NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
@@ -101,10 +90,9 @@ def _new_namespaces():
     "Move into own user, pid, network and ipc namespaces; raises OSError where the system refuses."
     uid, gid = os.getuid(), os.getgid()
     if _libc().unshare(NEW_USER | NEW_PID | NEW_NET | NEW_IPC): raise OSError("unshare")
+    # the kernel takes a map of groups from an ordinary user only once setgroups is denied
     for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{uid} {uid} 1"),
-        ("gid_map", f"{gid} {gid} 1"),
+        ("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1"),
     ):
         with open(f"/proc/self/{name}", "w") as f: f.write(text)
 
@@ -125,21 +113,16 @@ MOUNT_SETATTR, AT_RECURSIVE = 442, 0x8000 # Linux 5.12; the same number on all a
 
 def _mount_small(libc, folder, megabytes):
     "Lay a small file system in memory over a folder; whether the kernel took it."
-    return (
-        libc.mount(
-            b"tmpfs",
-            folder.encode(),
-            b"tmpfs",
-            NO_SUID | NO_DEVICES | NO_EXEC,
-            f"size={megabytes}m,nr_inodes=1000,mode=700".encode(),
-        )
-        == 0
-    )
+    return libc.mount(
+        b"tmpfs", folder.encode(), b"tmpfs", NO_SUID | NO_DEVICES | NO_EXEC,
+        f"size={megabytes}m,nr_inodes=1000,mode=700".encode(),
+    ) == 0
 
 # %% ../../nbs/measures/02_programs.ipynb #aa66c904
 def _seal_files(folder, megabytes):
     """Make everything but `folder` read-only, for this process and its children; what is refused is
     left as it is. Whether `folder` is a file system of its own."""
+    # mounts are made private first, or they would appear outside as well
     libc, null = _libc(), os.devnull.encode()
     if (
         libc.unshare(NEW_MOUNTS)
@@ -147,14 +130,14 @@ def _seal_files(folder, megabytes):
         or not _mount_small(libc, folder, megabytes)
     ):
         return False
+    # an empty /proc shows no other process' environment; /dev/null becomes a mount of its own, so
+    # that it can be left out of what follows
     libc.mount(
-        b"tmpfs",
-        b"/proc",
-        b"tmpfs",
-        READ_ONLY | NO_SUID | NO_DEVICES | NO_EXEC,
+        b"tmpfs", b"/proc", b"tmpfs", READ_ONLY | NO_SUID | NO_DEVICES | NO_EXEC,
         b"size=4k,nr_inodes=2",
     )
     libc.mount(null, null, None, BIND, None)
+    # all mounts at one stroke, then the two exceptions
     change = lambda path, flags, put, clear: libc.syscall(
         MOUNT_SETATTR, -1, path, flags, struct.pack("4Q", put, clear, 0, 0), 32
     )
@@ -173,7 +156,7 @@ def _fresh(folder, megabytes, sealed):
         return
     _remove(folder)
     if os.path.lexists(folder):
-        # more than can be deleted in the time for that
+        # what could not be deleted in time is moved out of the way
         os.rename(folder, folder + secrets.token_hex(4))
     os.mkdir(folder, 0o700)
 
@@ -230,74 +213,62 @@ SYSCALLS = {  # (x86-64, AArch64), forbidden
     "mq_unlink": (241, 181),
     "flock": (73, 32),
 }
-OWN_PROCESS_ONLY = {
+OWN_PROCESS_ONLY = {  # allowed where the first argument is this process
     "kill": (62, 129),
     "tgkill": (234, 131),
-    "prlimit64": (302, 261),  # allowed where the first argument is this process
+    "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
 }
 NOT_TO_OTHERS = {  # second arguments that are forbidden
-    "fcntl": (
-        (72, 25),
-        (8, 10, 15, 6, 7, 37, 38, 1024),
-    ),  # F_SETOWN, F_SETSIG, F_SETOWN_EX; F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE
-    "ioctl": (
-        (16, 29),
-        (0x8901, 0x8902, 0x5412, 0x541C),
-    ),  # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
+    # F_SETOWN, F_SETSIG, F_SETOWN_EX; F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE
+    "fcntl": ((72, 25), (8, 10, 15, 6, 7, 37, 38, 1024)),
+    # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
+    "ioctl": ((16, 29), (0x8901, 0x8902, 0x5412, 0x541C)),
 }
 SENDTO = (44, 206) # only without an address: to the other end of a pair
 # clone only with CLONE_THREAD; clone3 hides its flags from a filter, and glibc then takes clone
 CLONE, CLONE3, THREAD = (56, 220), (435, 435), 0x00010000
-# column above, AUDIT_ARCH of linux/audit.h
+# which column of the tables, and the AUDIT_ARCH of linux/audit.h
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
+# %% ../../nbs/measures/02_programs.ipynb #6db80a93
 def _filter(machine, pid):
     "The seccomp filter as BPF instructions (linux/filter.h)."
+    # an instruction, and the few of them that are used
     column, audit = MACHINES[machine]
     op = lambda code, value, yes=0, no=0: struct.pack("HBBI", code, yes, no, value)
     load, equal, has_bit, at_least, answer = 0x20, 0x15, 0x45, 0x35, 0x06
     refuse, allow = (lambda errno: op(answer, 0x00050000 | errno)), op(answer, 0x7FFF0000)
-    # 16: the first argument
+    # a call that is refused unless a test of an argument jumps over the refusal; at 16 lies the
+    # first argument, and the call's number is loaded again for what comes next
     only = lambda number, *tests, errno=1, at=16: [
-        op(equal, number, 0, len(tests) + 3),
-        op(load, at),
-        *tests,
-        refuse(errno),
-        op(load, 0),
+        op(equal, number, 0, len(tests) + 3), op(load, at), *tests, refuse(errno), op(load, 0),
     ]
-    # another architecture, x32
+    # calls have other numbers under another architecture or x32, so those are refused whole
     out = [
-        op(load, 4),
-        op(equal, audit, 1),
-        refuse(1),
-        op(load, 0),
-        op(at_least, 0x40000000, 0, 1),
-        refuse(1),
+        op(load, 4), op(equal, audit, 1), refuse(1),
+        op(load, 0), op(at_least, 0x40000000, 0, 1), refuse(1),
     ]
+    # what is forbidden to all, and what is allowed to a process on itself
     for n in (row[column] for row in SYSCALLS.values() if row[column] is not None):
         out += [op(equal, n, 0, 1), refuse(1)]
     for row in OWN_PROCESS_ONLY.values():
         out += only(row[column], op(equal, pid, 2), op(equal, 0, 1))
-    # each of them jumps to the refusal, what is none of them over it
+    # here the second argument (at 24) is refused if it is one of some values: each of them jumps
+    # to the refusal, what is none of them over it
     for row, values in NOT_TO_OTHERS.values():
-        out += only(
-            row[column],
-            *(
-                op(equal, v, len(values) - 1 - i, 0 if v != values[-1] else 1)
-                for i, v in enumerate(values)
-            ),
-            at=24,
-        )
-    # both halves of the fifth argument
+        out += only(row[column], *(
+            op(equal, v, len(values) - 1 - i, 0 if v != values[-1] else 1)
+            for i, v in enumerate(values)
+        ), at=24)
+    # an address is a pointer of 64 bits, so both halves of the fifth argument must be zero
     out += only(SENDTO[column], op(equal, 0, 0, 2), op(load, 52), op(equal, 0, 1), at=48)
+    # a thread may be made, a process not; clone3 is said not to exist, so that glibc takes clone
     out += only(CLONE[column], op(has_bit, THREAD, 1), errno=11) + [
-        op(equal, CLONE3[column], 0, 1),
-        refuse(38),
-        allow,
+        op(equal, CLONE3[column], 0, 1), refuse(38), allow,
     ]
     return b"".join(out)
 
@@ -319,6 +290,7 @@ def _forbid_calls():
     code = ctypes.create_string_buffer(
         program := _filter(platform.machine(), os.getpid()), len(program)
     )
+    # an instruction has 8 bytes
     header = ctypes.create_string_buffer(
         struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
     )
@@ -333,8 +305,10 @@ WRITE_FILE, CHANGES = 1 << 1, 1 << 1 | 0b11_1111_1111 << 4
 def _landlocked(folder):
     """Let this process, whose rights are dropped, change nothing outside of a folder; whether the
     kernel took it."""
+    # asked like this, the kernel tells its version; the first is not enough
     if sys.platform != "linux" or (libc := _libc()).syscall(LANDLOCK_CREATE, None, 0, 1) < 2:
         return False
+    # all changes are forbidden that the rules do not allow beneath a path
     rules, opened = libc.syscall(LANDLOCK_CREATE, struct.pack("Q", CHANGES), 8, 0), []
     try:
         for path, allowed in ((folder, CHANGES), (os.devnull, WRITE_FILE)):
@@ -349,6 +323,8 @@ def _landlocked(folder):
 def _limit_resources(limits, filtered):
     "Set this process's resource limits; none is raised above what it already is."
     import resource
+    # at the soft limit of processor seconds comes a signal that can be told apart, at the hard one
+    # SIGKILL
     wanted = dict(
         CPU=(limits["cpu_s"], limits["cpu_s"] + 1),
         AS=limits["memory_mb"] << 20,
@@ -357,6 +333,7 @@ def _limit_resources(limits, filtered):
         CORE=0,
     )
     if not filtered: wanted["NPROC"] = 0
+    # a limit that the system has set already may be lower, and raising it would be refused
     for name, value in wanted.items():
         kind = getattr(resource, "RLIMIT_" + name)
         top = resource.getrlimit(kind)[1]
@@ -364,14 +341,16 @@ def _limit_resources(limits, filtered):
             v if top == resource.RLIM_INFINITY else min(v, top)
             for v in (value if isinstance(value, tuple) else (value, value))
         )
+        # macOS does not take all of them: the report shows it
         try: resource.setrlimit(kind, (soft, hard))
         except (ValueError, OSError):
-            if sys.platform == "linux": raise # macOS does not take all of them: the report shows it
+            if sys.platform == "linux": raise
 
 # %% ../../nbs/measures/02_programs.ipynb #5d3c2aea
 def _test_program(code, tests):
     """Run a program and then its tests, in one module; (status, detail), where status is empty if
     all went well."""
+    # names of Python that are needed after the program could have replaced them
     stage, module, read, run = "syntax_error", ModuleType("program"), compile, exec
     sys.modules["program"] = module
     try:
@@ -381,11 +360,12 @@ def _test_program(code, tests):
         run(read(tests, "tests", "exec", dont_inherit=True), module.__dict__)
         return "", ""
     except MemoryError:
-        # the parser says so of what is nested too deeply
+        # the parser raises it for what is nested too deeply, which needs no memory
         return stage if stage == "syntax_error" else "out_of_memory", ""
     except (SystemExit, KeyboardInterrupt) as e: return "ended_early", type(e).__name__
     except BaseException as e:
         if isinstance(e, AssertionError): stage = "failed"
+        # the program's own exception may fail when it is asked for its text
         try: return stage, f"{type(e).__name__}: {e}"[:200]
         except BaseException: return stage, type(e).__name__
 
@@ -406,15 +386,19 @@ def _be_program(job, token, pipes, limits, without):
 def _confine(pipes, limits, without):
     "Session, signals, descriptors, limits and filter of a program."
     import random
+    # a session of its own can be killed as one group, and the supervisor's signals are not its own
     os.setsid()
     signal.set_wakeup_fd(-1)
     for s in (signal.SIGCHLD, signal.SIGTERM): signal.signal(s, signal.SIG_DFL)
     _prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    # nothing to read, one pipe to print to, one for the result, and no descriptor besides
     for at, source in enumerate((pipes["null"], pipes["output"], pipes["output"])):
         os.dup2(source, at)
     os.closerange(3, pipes["result"])
     os.closerange(pipes["result"] + 1, 65536)
-    random.seed(0) # a fork seeds it anew
+    # a fork seeds it anew, and a score must not depend on chance
+    random.seed(0)
+    # Landlock and the filter are taken only from a process that can gain no rights any more
     _drop_rights()
     if "landlock" not in without: _landlocked(os.curdir)
     filtered = "seccomp" not in without and _forbid_calls()
@@ -424,13 +408,14 @@ def _confine(pipes, limits, without):
 class _Stop(BaseException):
     "The evaluating process is gone, or wants no more."
 
+# %% ../../nbs/measures/02_programs.ipynb #37e520d7
 def _watch(pid, pipes, limits):
     """Follow a program to its end: (wait status, usage, whether its seconds were over, {pipe:
     bytes})."""
-    kept, room = {"output": b"", "result": b""}, {
-        "output": limits["output_kb"] << 10,
-        "result": 4096,
-    }
+    # what is beyond the room is read all the same, or the program would wait to print it
+    kept, room = (
+        {"output": b"", "result": b""}, {"output": limits["output_kb"] << 10, "result": 4096},
+    )
     until, late = time.monotonic() + limits["wall_s"], False
     with selectors.DefaultSelector() as ready:
         for name in ("output", "result", "wake", "lifeline"):
@@ -438,11 +423,13 @@ def _watch(pid, pipes, limits):
         while True:
             done, status, usage = os.wait4(pid, os.WNOHANG)
             if done: return status, usage, late, kept
+            # killed once; its end is then seen like any other
             if (left := until - time.monotonic()) <= 0 and not late:
                 late = True
                 os.kill(pid, signal.SIGKILL)
             for key, _ in ready.select(max(left, .01)):
                 if key.data == "lifeline": raise _Stop
+                # an empty read is a pipe's end, and would be ready for ever
                 data = os.read(key.fd, 1 << 16)
                 if not data: ready.unregister(key.fd)
                 if key.data in kept: kept[key.data] = (kept[key.data] + data)[:room[key.data]]
@@ -472,7 +459,8 @@ def _kill_rest(group, namespaces):
     while time.monotonic() < until:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]: pass
-        except ChildProcessError: return # orphans come to this process, so none is left
+        # orphans come to this process, so without children there are none
+        except ChildProcessError: return
         with contextlib.suppress(ProcessLookupError):
             if namespaces: os.kill(-1, signal.SIGKILL)
         for pid in () if namespaces else _children():
@@ -482,6 +470,7 @@ def _kill_rest(group, namespaces):
 # %% ../../nbs/measures/02_programs.ipynb #800eb176
 def _judge(status, usage, late, said, token, limits):
     "(status, detail) of a program that has ended."
+    # a limit of processor seconds ends in SIGXCPU, or in SIGKILL where the program ignores that
     if os.WIFSIGNALED(status):
         number, used = os.WTERMSIG(status), usage.ru_utime + usage.ru_stime
         if late: return "timed_out", f"{limits['wall_s']:g} s"
@@ -490,6 +479,7 @@ def _judge(status, usage, late, said, token, limits):
         return "crashed", (
             signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         )
+    # only the token and a clean exit together are a pass; whatever else was said is no proof of one
     if os.WEXITSTATUS(status) == 0 and said == token.encode(): return "passed", ""
     try: word, detail = json.loads(said); detail = str(detail)[:2000]
     except (ValueError, TypeError, RecursionError):
@@ -502,8 +492,10 @@ def _shown(text):
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
 
+# %% ../../nbs/measures/02_programs.ipynb #176e74ec
 def _one(job, limits, pipes, folder, namespaces, sealed, without):
     "Run one job in a forked child, in an empty working folder, to its end."
+    # a token of its own, so that no program can know that of another
     token, began = secrets.token_hex(16), time.monotonic()
     _fresh(folder, limits["file_mb"], sealed)
     os.chdir(folder)
@@ -511,14 +503,13 @@ def _one(job, limits, pipes, folder, namespaces, sealed, without):
     pid = os.fork()
     if not pid:
         _be_program(
-            job,
-            token,
-            dict(null=pipes["null"], output=output_end, result=result_end),
-            limits,
+            job, token, dict(null=pipes["null"], output=output_end, result=result_end), limits,
             without,
         )
+    # or a pipe would never be seen to end
     os.close(output_end); os.close(result_end)
     pipes = pipes | dict(output=output, result=result)
+    # in whatever way the watching ends, nothing that the program started may live on
     try:
         try: status, usage, late, kept = _watch(pid, pipes, limits)
         except _Stop: os.kill(pid, signal.SIGKILL); raise
@@ -539,52 +530,50 @@ def _one(job, limits, pipes, folder, namespaces, sealed, without):
 def _remove(folder, seconds=20.):
     "Delete a folder and all in it, following no link."
     if os.path.islink(folder): return os.unlink(folder)
-    with contextlib.suppress(OSError): return os.rmdir(folder) # nearly always it is empty
-    # neither follows links inside
+    # nearly always it is empty, and no process needs to be started
+    with contextlib.suppress(OSError): return os.rmdir(folder)
+    # neither command follows links inside, and no depth is too much for them
     for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]) if os.path.isdir(folder) else ():
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(
-                [*command, "--", folder],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=seconds,
+                [*command, "--", folder], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, timeout=seconds,
             )
 
 # %% ../../nbs/measures/02_programs.ipynb #f813d30a
 def _probe(folder, limits):
     "Run as a program: try what should not be possible; the findings as the detail of a failure."
     import mmap, socket
+    # what is forbidden fails in one of three ways
     def refused(attempt):
         try: attempt()
         except (OSError, ValueError, MemoryError): return True
         return False
     def fork():
         if not os.fork(): os._exit(0)
-    def reach(): # connecting a datagram socket sends nothing, but needs a route
+    # connecting a datagram socket sends nothing, but needs a route
+    def reach():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s: s.connect(("192.0.2.1", 9))
+    # each file is within the limit of one, and all together are twice it
     def many_files():
         for i in range(4):
             with open(f"f{i}", "wb") as f:
                 f.truncate(0); os.posix_fallocate(f.fileno(), 0, (limits["file_mb"] << 20) // 2)
     word = lambda attempt, yes, no: yes if refused(attempt) else no
+    # told as a failure's detail, the way in which any program's words come back
     return "failed", json.dumps(
         dict(
             network=word(reach, "blocked", "not blocked"),
             new_processes=word(fork, "blocked", "not blocked"),
             memory=word(
-                lambda: mmap.mmap(-1, 2 * (limits["memory_mb"] << 20)), "limited", "not limited"
+                lambda: mmap.mmap(-1, 2 * (limits["memory_mb"] << 20)), "limited", "not limited",
             ),
             files_of_the_user=(
                 "read-only" if not os.access(os.path.dirname(folder), os.W_OK) else "writable"
             ),
-            named_pipes=word(
-                lambda: os.open(
-                    os.path.join(os.path.dirname(folder), "pipe"), os.O_RDWR | os.O_NONBLOCK
-                ),
-                "blocked",
-                "not blocked",
-            ),
+            named_pipes=word(lambda: os.open(
+                os.path.join(os.path.dirname(folder), "pipe"), os.O_RDWR | os.O_NONBLOCK
+            ), "blocked", "not blocked"),
             disk=(
                 word(many_files, f"{limits['file_mb']} MB", f"{limits['file_mb']} MB a file")
                 if hasattr(os, "posix_fallocate")
@@ -597,11 +586,14 @@ def _probe(folder, limits):
 def _supervise(request, lifeline, folder, namespaces):
     "Probe, then run all programs; one line of JSON each on descriptor 1."
     limits, without, programs = request["limits"], request["without"], request["programs"]
+    # it dies with the runner, and is given what a program leaves behind
     pipes = dict(null=os.open(os.devnull, os.O_RDWR), lifeline=lifeline)
     _prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL); _prctl(SUBREAPER, 1)
+    # programs work in an inner folder, so that there is one around it which they must not write
     inner = os.path.join(folder, "inner")
     os.mkdir(inner, 0o700)
     sealed = namespaces and _seal_files(inner, limits["file_mb"])
+    # a child's end wakes the loop that waits for its pipes
     pipes["wake"], wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -609,22 +601,20 @@ def _supervise(request, lifeline, folder, namespaces):
     signal.signal(signal.SIGTERM, _raise_stop)
     say = lambda data: os.write(1, json.dumps(data).encode() + b"\n")
     one = lambda job: _one(job, limits, pipes, inner, namespaces, sealed, without)
+    # the first job is ours: what it could not do is what the report says
     found = one(lambda: _probe(inner, limits))
     if found["status"] != "failed": raise RuntimeError(f"the sandbox could not be tried: {found}")
-    say(
-        json.loads(found["detail"])
-        | dict(
-            left_processes=(
-                "killed" if sys.platform == "linux" else "killed in the program's process group"
-            ),
-            namespaces=namespaces,
-        )
-    )
+    say(json.loads(found["detail"]) | dict(
+        left_processes=(
+            "killed" if sys.platform == "linux" else "killed in the program's process group"
+        ),
+        namespaces=namespaces,
+    ))
+    # a line each, at once: what is done is known even where a later program ends the runner
     until = time.monotonic() + request["total_s"]
     for code, tests in programs:
         say(
-            one(lambda: _test_program(code, tests))
-            if time.monotonic() < until
+            one(lambda: _test_program(code, tests)) if time.monotonic() < until
             else dict(status="not_run")
         )
 
@@ -636,6 +626,7 @@ def serve(
     folder: str, # its working folder, deleted at the end
 ) -> None:
     "What the subprocess runs: read the request from stdin, fork the supervisor, clean up after it."
+    # the supervisor is forked into the namespaces, and is the first process there
     request = json.load(sys.stdin.buffer)
     namespaces = "namespaces" not in request["without"] and _namespaces_possible()
     if namespaces: _new_namespaces()
@@ -650,9 +641,11 @@ def serve(
         except _Stop: os._exit(3)
         except BaseException as e: os.write(2, f"{type(e).__name__}: {e}"[:2000].encode())
         finally: os._exit(1)
+    # to be ended is passed on, so that the supervisor can kill its program first
     signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
     _prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
     status = os.waitpid(pid, 0)[1]
+    # namespaces end with their first process; elsewhere orphans have come to this one
     if not namespaces: _kill_rest(pid, False)
     os.chdir("/")
     with contextlib.suppress(OSError): os.unlink(pipe)
@@ -676,39 +669,23 @@ START = (
 
 def _session(request, seconds):
     "One runner: the lines that it said, parsed, and its errors."
+    # the other end of the lifeline stays here and is closed by the kernel whatever happens to this
+    # process; that is what the supervisor waits for
     folder, (lifeline, end) = tempfile.mkdtemp(prefix="himalaya-programs-"), os.pipe()
     command = [
-        sys.executable,
-        "-P",
-        "-s",
-        "-B",
-        "-X",
-        "utf8",
-        "-c",
-        START,
-        find_spec("himalaya_hest.measures.programs").origin,
-        str(lifeline),
-        folder,
+        sys.executable, "-P", "-s", "-B", "-X", "utf8", "-c", START,
+        find_spec("himalaya_hest.measures.programs").origin, str(lifeline), folder,
     ]
+    # nothing of the user's environment; numpy's threads would use up a program's processor seconds
     fixed = dict(
-        PATH=os.defpath,
-        HOME=folder,
-        TMPDIR=folder,
-        LC_ALL="C.UTF-8",
-        PYTHONHASHSEED="0",
-        OMP_NUM_THREADS="1",
-        OPENBLAS_NUM_THREADS="1",
+        PATH=os.defpath, HOME=folder, TMPDIR=folder, LC_ALL="C.UTF-8", PYTHONHASHSEED="0",
+        OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1",
     )
     try:
+        # in a session of its own, an interrupt at the keyboard reaches this process alone
         with subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[lifeline],
-            start_new_session=True,
-            cwd=folder,
-            env=fixed,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            pass_fds=[lifeline], start_new_session=True, cwd=folder, env=fixed,
         ) as process:
             try: said, errors = process.communicate(json.dumps(request).encode(), timeout=seconds)
             except subprocess.TimeoutExpired as e:
@@ -720,6 +697,7 @@ def _session(request, seconds):
         for fd in (lifeline, end):
             if fd is not None: os.close(fd)
         _remove(folder)
+    # a line without its end was cut off, and is none
     return [
         json.loads(line) for line in said.splitlines(keepends=True) if line.endswith(b"\n")
     ], errors.decode("utf-8", "replace")
@@ -749,21 +727,24 @@ def run_programs(
     """Run programs against their tests in one sandbox. `ValueError` on Windows, `RuntimeError`
     where no runner can be started."""
     check_platform()
+    # one runner even without programs: the report is asked for too
     results, report, until = [], None, time.monotonic() + limits.total(len(programs))
     while report is None or len(results) < len(programs):
         left = until - time.monotonic()
         request = dict(
-            programs=programs[len(results) :],
+            programs=programs[len(results):],
             limits=asdict(limits),
             without=list(without),
             total_s=max(left, 0.0),
         )
+        # the runner keeps the seconds itself; this is for one that no longer answers
         said, errors = _session(request, max(left, 0.) + 2 * limits.wall_s + 30)
         if not said:
             raise RuntimeError(
                 "the sandbox could not be started: "
                 f"{errors.strip()[-2000:] or 'it ended without a word'}"
             )
+        # the first line is the report, each other one an outcome
         report = report or said[0]
         results += [Outcome(**r) for r in said[1:]]
         if len(results) < len(programs) and errors:
@@ -771,6 +752,7 @@ def run_programs(
                 f"the sandbox failed after {len(results)} of {len(programs)} programs: "
                 f"{errors.strip()[-2000:]}"
             )
+        # ended without a word: the program that was running has done it
         if len(results) < len(programs):
             results.append(Outcome("crashed", "ended the process that supervised it"))
     return Execution(results, report)

@@ -38,16 +38,12 @@ class Record(dict):
 NEEDED = ("run_id", "config", "summary", "matrix", "tasks")
 
 # %% ../../nbs/measures/06_records.ipynb #e1886b4f
-_WORD, _FIGURE = (None, str), (None, float) # float: any number that is no truth value
+# a shape is a type, (this, or that), [of each], or {name: of its value}; "name?" may be missing,
+# and "*" is any other name; float is any number that is no truth value
+_WORD, _FIGURE = (None, str), (None, float)
 _TASK = {
-    "name": str,
-    "kind?": _WORD,
-    "metric?": _WORD,
-    "group?": _WORD,
-    "shared_instruction?": _WORD,
-    "languages?": (None, [str]),
-    "chance?": _FIGURE,
-    "steps?": _FIGURE,
+    "name": str, "kind?": _WORD, "metric?": _WORD, "group?": _WORD, "shared_instruction?": _WORD,
+    "languages?": (None, [str]), "chance?": _FIGURE, "steps?": _FIGURE,
 }
 _CONFIG = {
     "adapter": str,
@@ -61,37 +57,19 @@ _CONFIG = {
     "hooks?": (None, [str]),
     "replay_share?": float,
 }
-_CONFIG |= {
-    f"{k}?": str
-    for k in (
-        "preset",
-        "scale",
-        "mode",
-        "protocol",
-        "instructions",
-        "study",
-        "model",
-        "source",
-        "run_id",
-    )
-}
-_MOMENT = {
-    f"{k}?": _FIGURE
-    for k in (
-        "step",
-        "train_loss",
-        "val_retained_accuracy",
-        "just_learned",
-        "energy",
-        "energy_target",
-        "energy_price",
-    )
-} | {"task?": _WORD}
+_CONFIG |= {f"{k}?": str for k in (
+    "preset", "scale", "mode", "protocol", "instructions", "study", "model", "source", "run_id",
+)}
+_MOMENT = {f"{k}?": _FIGURE for k in (
+    "step", "train_loss", "val_retained_accuracy", "just_learned", "energy", "energy_target",
+    "energy_price",
+)} | {"task?": _WORD}
 _ENERGY = {
     "utilisation?": {"bin_width": float, "layers": [object], "n_tokens": [float], "cost": [[float]]}
 }
 
-RECORD = {  # what is read of a record: a type, (this, or that), [of each], {name: of its value, "name?": of one that may be missing, "*": of all others}
+# what is read of a record
+RECORD = {
     "run_id": str,
     "role?": _WORD,
     "config": _CONFIG,
@@ -108,8 +86,7 @@ RECORD = {  # what is read of a record: a type, (this, or that), [of each], {nam
     "row_values?": (None, {"*": [_FIGURE]}),
     "energy?": (None, _ENERGY),
     "dictionary?": (
-        None,
-        [{"task": str, **{f"{k}?": _FIGURE for k in ("grown", "pruned", "kept", "free")}}],
+        None, [{"task": str, **{f"{k}?": _FIGURE for k in ("grown", "pruned", "kept", "free")}}],
     ),
     "confusion?": (None, {"*": {"labels": [str], "counts": [[float]]}}),
     "searched?": (None, {"adapter_config": {}, "ewc": {}}),
@@ -117,15 +94,17 @@ RECORD = {  # what is read of a record: a type, (this, or that), [of each], {nam
     "tracker?": (None, {}),
 }
 
+# %% ../../nbs/measures/06_records.ipynb #80b07837
 def _misfit(x, shape, place="it"):
     "The first place where a value has not its shape, in words; empty where it has."
+    # one that fits is enough
     if isinstance(shape, tuple):
         said = [_misfit(x, s, place) for s in shape]
         return "" if "" in said else said[-1]
     kind = list if isinstance(shape, list) else dict if isinstance(shape, dict) else shape
+    # for Python a truth value is a number, and for a table it is not
     right = (
-        x is None
-        if kind is None
+        x is None if kind is None
         else isinstance(x, (int, float) if kind is float else kind)
         and not (kind in (int, float) and isinstance(x, bool))
     )
@@ -134,6 +113,7 @@ def _misfit(x, shape, place="it"):
             f"{place} is {str(x)[:40]!r} ({type(x).__name__}), expected "
             f"{'a number' if kind is float else getattr(kind, '__name__', 'nothing')}"
         )
+    # then what is within, up to the first fault
     if kind is list:
         return next(
             filter(None, (_misfit(v, shape[0], f"{place}[{i}]") for i, v in enumerate(x))), ""
@@ -153,33 +133,39 @@ def _misfits_within(x, shape, place):
 def _mismatch(r):
     """Where two parts of a record that has its shapes do not fit each other, in words; empty where
     all do."""
+    # the tasks name the rows and columns of everything else
     tasks, T = set(r["tasks"]), len(r["tasks"])
     if not T or len(tasks) < T: return f"tasks has {T} names, {len(tasks)} of them different"
     if {len(r["matrix"]), *map(len, r["matrix"])} != {T}:
         return f"the matrix has not {T} rows of {T}, a row and a column a task"
+    # percent would pass for a number, and average to one
     shares = [
         *(x for row in r["matrix"] for x in row),
         *(i.get("chance") for i in r.get("task_info") or []),
     ]
     if out := [x for x in shares if x is not None and not 0 <= x <= 1]:
         return f"the score or chance {out[0]:g} is outside [0, 1]"
+    # what is told of single tasks is told of tasks of this run
     if more := [i["name"] for i in r.get("task_info") or [] if i["name"] not in tasks]:
         return f"task_info has {more[0]!r}, which is no task of the run"
     if isinstance(zero := r.get("zero_shot"), list) and len(zero) not in (0, T):
         return f"zero_shot has {len(zero)} scores of {T} tasks"
-    if r["summary"].get("mean_joules_per_sample") is not None and not r["summary"].get(
-        "joules_source"
+    # Joules that may be measured or modelled can stand in no column
+    if (
+        r["summary"].get("mean_joules_per_sample") is not None
+        and not r["summary"].get("joules_source")
     ):
         return "summary has Joules and not whether they were measured"
+    # figures take these as grids, and a line of another length would shift all that follow
     for name, c in (r.get("confusion") or {}).items():
-        if len(c["counts"]) != len(c["labels"]) or {*map(len, c["counts"])} != {
-            len(c["labels"]) + 1
-        }:
+        if (
+            len(c["counts"]) != len(c["labels"])
+            or {*map(len, c["counts"])} != {len(c["labels"]) + 1}
+        ):
             return f"confusion[{name!r}] has not a row a label and a column more"
     if told := [h for h in r.get("history") or [] if "energy" in h]:
         if any(
-            h.get(k) is None
-            for h in told
+            h.get(k) is None for h in told
             for k in {"step", "energy", "energy_price", *({"energy_target"} & told[-1].keys())}
         ):
             return "history has energy without its step, target or price"
@@ -198,6 +184,7 @@ def check_record(
     where: str | Path, # told with what is wrong
 ) -> Record:
     "The record; `ValueError` where it has not the shapes that are read."
+    # another file than a record is told apart from a record that is damaged
     if not isinstance(record, dict):
         raise ValueError(
             f"{where} is not the JSON of a record (it holds {type(record).__name__}, "
@@ -208,6 +195,7 @@ def check_record(
         raise ValueError(
             f"{where} lacks {', '.join(missing)}: it is not the record of a stream run"
         )
+    # json reads NaN and halves of characters, which no file of ours may hold
     wrong = _misfit(record, RECORD) or _mismatch(record)
     try: wrong = wrong or json.dumps(record, ensure_ascii=False, allow_nan=False).encode() and ""
     except (ValueError, RecursionError) as e:
@@ -262,13 +250,11 @@ def finished_runs(
 ) -> list[str]: # run_ids, the most recent last
     "The runs under a results folder that have a record."
     found = {
-        p.parent.name: p
-        for p in Path(results_dir).glob("*/record.json")
+        p.parent.name: p for p in Path(results_dir).glob("*/record.json")
         if p.parent.name != "comparison"
     }
     found |= {
-        p.stem: p
-        for p in Path(results_dir).glob("*.json")
+        p.stem: p for p in Path(results_dir).glob("*.json")
         if p.stem not in found and p.is_file() and b'"run_id"' in p.read_bytes()
     }
     return sorted(found, key=lambda r: (found[r].stat().st_mtime_ns, r))
@@ -280,8 +266,7 @@ def record_path(
 ) -> Path: # of its record, whether it exists or not
     "{results_dir}/{run_id}/record.json, or the committed {results_dir}/{run_id}.json."
     path, committed = (
-        Path(results_dir) / run_id / "record.json",
-        Path(results_dir) / f"{run_id}.json",
+        Path(results_dir) / run_id / "record.json", Path(results_dir) / f"{run_id}.json",
     )
     return committed if run_id and committed.is_file() and not path.is_file() else path
 
@@ -294,18 +279,18 @@ def load_record(
     ValueError for a damaged record."""
     path = record_path(results_dir, run_id)
     if not path.exists():
+        # the run is there and has no end yet: it was stopped, or still runs
         if run_id and path.parent.is_dir():
             raise FileNotFoundError(
                 f"run {run_id!r} in {results_dir} has no record.json: it is not finished; "
                 "start the same command again and it goes on"
             )
+        # a slip in the name is likelier than a run that never was
         known = finished_runs(results_dir)
         near = difflib.get_close_matches(run_id, known, n=1, cutoff=0)
         raise FileNotFoundError(
-            f"no run {run_id!r} in {results_dir}: "
-            + (
-                f"did you mean {near[0]!r}? Finished runs: {', '.join(known)}"
-                if near
+            f"no run {run_id!r} in {results_dir}: " + (
+                f"did you mean {near[0]!r}? Finished runs: {', '.join(known)}" if near
                 else "it holds no finished run; give the results_dir of a run"
             )
         )
@@ -319,11 +304,13 @@ def select_runs(
 ) -> list[str]: # run_ids without repetitions
     """The run_ids that are meant. Raises FileNotFoundError where nothing is given and nothing is
     finished."""
+    # all three forms become one list, in the order given
     if isinstance(run_ids, str):
         text = run_ids.strip()
         run_ids = json.loads(text) if text.startswith("[") else text.split(",")
     chosen = list(dict.fromkeys(str(r).strip() for r in run_ids if str(r).strip()))
     if chosen and chosen != ["all"]: return chosen
+    # runs that were named are looked for later, one by one
     finished = finished_runs(results_dir)
     if not finished:
         raise FileNotFoundError(
@@ -363,6 +350,7 @@ def same_world(
 ) -> list[dict]: # the same records
     "Refuse (ValueError) records whose world digests differ: their scores are not comparable."
     if not records: raise ValueError("no records: a table needs at least one run")
+    # runs by world, so that the message can say which of them is the stranger
     worlds = {}
     for r in records:
         worlds.setdefault((r.get("world") or {}).get("digest"), []).append(r["run_id"])
@@ -397,8 +385,9 @@ def is_complete(
 # %% ../../nbs/measures/06_records.ipynb #3d4a7b29
 def chance_matrix(
     record: dict, # a run's record
-) -> list[list] | None: # T rows of T, known where the run's scores are, all seen tasks of a run whose matrix is not complete; None without each task's chance
+) -> list[list] | None: # T rows of T; None without each task's chance
     "The score matrix of the best constant answers."
+    # known where the run's scores are, or for all seen tasks where its matrix is not complete
     known = {i["name"]: i.get("chance") for i in record.get("task_info") or []}
     chance, T = [known.get(t) for t in record["tasks"]], len(record["tasks"])
     if None in chance: return None
@@ -407,14 +396,14 @@ def chance_matrix(
 
 # %% ../../nbs/measures/06_records.ipynb #57fb884b
 _TWINS = (
-    ("translation", "sacrebleu"),
-    ("pair", "label_accuracy"),
-    ("summarisation", "rouge_l"),
+    ("translation", "sacrebleu"), ("pair", "label_accuracy"), ("summarisation", "rouge_l"),
     ("qa", "token_f1"),
 )
 
 def _made_up_tasks(T):
     "Task information as a run records it."
+    # four kinds in turn; groups and shared instructions fall on different tasks, so that no two
+    # columns of a table are the same
     twins = [
         (f"{kind}_twin_{j + 1}", kind, metric) for j in range(T) for kind, metric in [_TWINS[j % 4]]
     ]
@@ -436,23 +425,16 @@ def _made_up_history(names, R):
     "Fifty steps a task, a loss every ten, the retained accuracy at each task's end."
     steps = [
         dict(step=50 * i + s, task=t, train_loss=2.5 * math.exp(-s / 15) + 0.3)
-        for i, t in enumerate(names)
-        for s in (10, 20, 30, 40, 50)
+        for i, t in enumerate(names) for s in (10, 20, 30, 40, 50)
     ]
-    return sorted(
-        steps
-        + [
-            dict(
-                step=50 * (i + 1),
-                task=t,
-                val_retained_accuracy=(
-                    None if None in R[i][: i + 1] else float(np.mean(R[i][: i + 1]))
-                ),
-            )
-            for i, t in enumerate(names)
-        ],
-        key=lambda h: h["step"],
-    )
+    # an evaluation stands after the loss of the same step, and has no mean where it was partial
+    return sorted(steps + [
+        dict(
+            step=50 * (i + 1), task=t,
+            val_retained_accuracy=None if None in R[i][:i + 1] else float(np.mean(R[i][:i + 1])),
+        )
+        for i, t in enumerate(names)
+    ], key=lambda h: h["step"])
 
 # %% ../../nbs/measures/06_records.ipynb #3e60516d
 def made_up_record(
@@ -467,43 +449,37 @@ def made_up_record(
     after: tuple | None = None,
 ) -> dict: # a record as run_continual writes it
     "A synthetic record, for examples and tests only."
+    # scores that fall by a fixed share with each later task
     learned, info = np.random.default_rng(seed).uniform(.6, 1., T), _made_up_tasks(T)
     there = lambda i, j: i == j or j < i and (after is None or i + 1 in after)
     R, names = [
         [float(learned[j] * keeps ** (i - j)) if there(i, j) else None for j in range(T)]
         for i in range(T)
     ], [i["name"] for i in info]
+    # a dictionary of 64 places that fills up with the tasks
     used = np.cumsum([2 + j % 2 for j in range(T)])
     life = [
         dict(task=t, grown=3, pruned=1 - j % 2, kept=2 + j % 2, free=int(64 - used[j]))
         for j, t in enumerate(names)
     ]
     config = dict(
-        adapter=adapter,
-        preset="default",
-        stream="made_up",
-        scale="mini",
-        mode="full",
-        protocol="sequential",
-        seed=seed,
-        order_seed=0,
+        adapter=adapter, preset="default", stream="made_up", scale="mini", mode="full",
+        protocol="sequential", seed=seed, order_seed=0,
     )
+    # the metrics are computed, so that they agree with the matrix; costs are any numbers
     summary = continual_summary(R) | dict(
-        adapter_mb=0.4,
-        serving_mb=0.3,
-        cpu_latency_overhead=0.05,
-        wall_s=120.0,
+        adapter_mb=0.4, serving_mb=0.3, cpu_latency_overhead=0.05, wall_s=120.0,
         peak_memory_mb=900.0,
     )
     confusion = {
         t: dict(labels=["no", "yes"], counts=[[20, 4, 1], [3, 22, 0]]) for t in names[1::4]
     }
+    # translations and answers have something beside their score, the other two kinds have not
     beside = (dict(chrf=.5), {}, {}, dict(em=.25))
     scores = [
         {
             t: dict(score=s, score_en=s) | beside[j % 4]
-            for j, (t, s) in enumerate(zip(names, row))
-            if s is not None
+            for j, (t, s) in enumerate(zip(names, row)) if s is not None
         }
         for row in R
     ]
@@ -540,8 +516,7 @@ def _zero_shot(record):
     order or a dictionary by name."""
     z = record.get("zero_shot")
     return (
-        [z.get(t) for t in record["tasks"]]
-        if isinstance(z, dict)
+        [z.get(t) for t in record["tasks"]] if isinstance(z, dict)
         else list(z) if z else [None] * len(record["tasks"])
     )
 
@@ -556,38 +531,27 @@ def _group(info):
     shared = info.get("shared_instruction")
     return ", ".join(x for x in (info.get("group"), shared and f"shared {shared}") if x) or None
 
+# %% ../../nbs/measures/06_records.ipynb #af0c3dce
 _BESIDE = dict(
-    chrf="chrF",
-    em="EM",
-    exact_match="EM",
-    macro_f1="macro-F1",
-    f1="F1",
-    has_answer_f1="F1 with answer",
-    no_answer_accuracy="without answer",
-    known_label_share="labels",
-    valid_share="valid",
-    rouge_1="ROUGE-1",
-    rouge_2="ROUGE-2",
-    rouge_l="ROUGE-L",
-    rouge_lsum="ROUGE-Lsum",
+    chrf="chrF", em="EM", exact_match="EM", macro_f1="macro-F1", f1="F1",
+    has_answer_f1="F1 with answer", no_answer_accuracy="without answer",
+    known_label_share="labels", valid_share="valid",
+    rouge_1="ROUGE-1", rouge_2="ROUGE-2", rouge_l="ROUGE-L", rouge_lsum="ROUGE-Lsum",
 )
 
 def _beside(metrics):
     "What was measured of a task next to its score, in words; None where nothing was."
+    # a metric that is not known here is shown under its own name
     languages = [k for k in metrics if k.startswith("score_")]
     kept = [
         (k.removeprefix("score_") if k in languages else _BESIDE.get(k, k.replace("_", " ")), x)
         for k, x in metrics.items()
         if k != "score" and (k not in languages or len(languages) > 1)
     ]
-    return (
-        ", ".join(
-            f"{name} {x}" if isinstance(x, int) else f"{name} {x:.2f}"
-            for name, x in kept
-            if isinstance(x, float) or x
-        )
-        or None
-    )
+    return ", ".join(
+        f"{name} {x}" if isinstance(x, int) else f"{name} {x:.2f}"
+        for name, x in kept if isinstance(x, float) or x
+    ) or None
 
 # %% ../../nbs/measures/06_records.ipynb #42a5ade3
 def task_table(
@@ -595,6 +559,7 @@ def task_table(
 ) -> Table: # one row a task, and their mean
     """Scores of each task: just learned, at the end, forgotten, zero-shot, chance; and what was
     measured beside the last one."""
+    # forgetting is not defined on a matrix with holes; the scores themselves still are
     R, T = score_array(record), len(record["tasks"])
     info = {i["name"]: i for i in record.get("task_info") or []}
     forgotten = forgetting_per_task(R) if is_complete(record) else np.full(T, np.nan)
@@ -602,44 +567,24 @@ def task_table(
     rows = []
     for j, (name, zero) in enumerate(zip(record["tasks"], _zero_shot(record))):
         i = info.get(name, {})
-        rows.append(
-            [
-                j + 1,
-                name,
-                i.get("kind"),
-                "+".join(i.get("languages") or []) or None,
-                i.get("metric"),
-                float(R[j, j]),
-                float(R[-1, j]),
-                float(forgotten[j]),
-                zero,
-                i.get("chance"),
-                _group(i),
-                _beside(last.get(name, {})),
-            ]
-        )
+        rows.append([
+            j + 1, name, i.get("kind"), "+".join(i.get("languages") or []) or None, i.get("metric"),
+            float(R[j, j]), float(R[-1, j]), float(forgotten[j]), zero, i.get("chance"),
+            _group(i), _beside(last.get(name, {})),
+        ])
+    # the last line has the means of the columns that are scores
     rows.append(
         ["", "mean", "", "", ""]
-        + [_mean([row[k] for row in rows]) for k in range(5, 10)]
-        + ["", ""]
+        + [_mean([row[k] for row in rows]) for k in range(5, 10)] + ["", ""]
     )
     columns = [
-        "#",
-        "task",
-        "kind",
-        "languages",
-        "metric",
-        "just learned",
-        "final",
-        "forgotten",
-        "zero-shot",
-        "chance",
-        "group",
-        "beside",
+        "#", "task", "kind", "languages", "metric",
+        "just learned", "final", "forgotten", "zero-shot", "chance",
+        "group", "beside",
     ]
+    # a column in which no task has anything is left out; nan is not equal to itself
     keep = [
-        k
-        for k in range(len(columns))
+        k for k in range(len(columns))
         if k < 2 or any(row[k] not in (None, "") and row[k] == row[k] for row in rows[:-1])
     ]
     return Table(
@@ -653,16 +598,15 @@ def group_table(
     record: dict, # a run's record, with task_info
 ) -> Table: # one row a group that occurs
     "Mean scores of novel, elicited and shared-instruction tasks apart; n is the number of tasks."
+    # the task table's own lines, less its means, so that both show the same numbers
     rows = {r["task"]: r for r in task_table(record).records()[:-1]}
+    # a task is in two groups: by its format, and by whether its instruction is its own
     groups = {}
     for i in record.get("task_info") or []:
-        for g in filter(
-            None,
-            (
-                i.get("group"),
-                "shared instruction" if i.get("shared_instruction") else "own instruction",
-            ),
-        ):
+        for g in filter(None, (
+            i.get("group"),
+            "shared instruction" if i.get("shared_instruction") else "own instruction",
+        )):
             groups.setdefault(g, []).append(rows[i["name"]])
     names = ["just learned", "final", "forgotten", "zero-shot", "chance"]
     body = [
@@ -715,27 +659,24 @@ def summary_table(
     records: list[dict] | dict, # records of one world
 ) -> Table: # one row a run
     "The summaries of runs, one a row. Raises ValueError if their worlds differ."
+    # what a run was told, and what came of it; numbers that no run has get no column
     records = same_world([records] if isinstance(records, dict) else list(records))
     about = ["adapter", "preset", "stream", "scale", "mode", "protocol", "seed", "order_seed"]
     if any(r.get("energy") for r in records): about.append("e_max")
     known = ENERGY_COLUMNS if any(r.get("energy") for r in records) else SUMMARY_COLUMNS
     names = [k for k in known if any(told_summary(r).get(k) is not None for r in records)]
+    # seeds are text here: they are names, and no decimals or separators belong to them
     rows = [
-        [r["run_id"], run_role(r)]
-        + [
-            (
-                "–"
-                if (v := r["config"].get(k)) is None
-                else str(round(v, 4) if isinstance(v, float) else v)
-            )
+        [r["run_id"], run_role(r)] + [
+            "–" if (v := r["config"].get(k)) is None
+            else str(round(v, 4) if isinstance(v, float) else v)
             for k in about
-        ]
-        + [told_summary(r).get(k) for k in names]
+        ] + [told_summary(r).get(k) for k in names]
         for r in records
     ]
+    # the run and its adapter are always shown, and so is all that was measured
     varied = [
-        k
-        for k in range(len(rows[0]))
+        k for k in range(len(rows[0]))
         if k in (0, 2) or k >= 2 + len(about) or len({row[k] for row in rows}) > 1
     ]
     columns = ["run", "role"] + about + [known[k] for k in names]
@@ -744,8 +685,7 @@ def summary_table(
     )
     return Table(
         f"{len(rows)} run{'s' * (len(rows) > 1)} ({fixed})"
-        + _chance_said(records)
-        + _points(records[0]),
+        + _chance_said(records) + _points(records[0]),
         [columns[k] for k in varied],
         [[row[k] for k in varied] for row in rows],
     )
@@ -754,8 +694,9 @@ def summary_table(
 def _points(record):
     """After which tasks all seen were evaluated, where that was not after each; records of one
     world share it."""
-    if not is_complete(record) or len(after := evaluated_rows(score_array(record)) + 1) == len(
-        record["tasks"]
+    if (
+        not is_complete(record)
+        or len(after := evaluated_rows(score_array(record)) + 1) == len(record["tasks"])
     ):
         return ""
     return f"; AUC: mean after tasks {', '.join(map(str, after))}"
@@ -767,6 +708,7 @@ def _chance_said(records):
     known = {f"{np.mean(c[-1]):.3f}" for r in records if (c := chance_matrix(r))}
     return f"; final of the best constant answers: {', '.join(sorted(known))}" * bool(known)
 
+# %% ../../nbs/measures/06_records.ipynb #c1c5fa6c
 def byte_table(
     record: dict, # a run's record, with bytes
 ) -> Table: # one row a part, and the total
@@ -791,7 +733,7 @@ def run_role(
     if record.get("role"): return record["role"]
     name = record["run_id"].lower()
     return (
-        "proposed"
-        if "proposed" in name
-        else "baseline" if "comparative" in name or "baseline" in name else None
+        "proposed" if "proposed" in name
+        else "baseline" if "comparative" in name or "baseline" in name
+        else None
     )

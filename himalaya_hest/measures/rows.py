@@ -14,14 +14,17 @@ from .text import MAX_CHARACTERS, METRICS, _bleu_tokens, _share, get_metric
 def _bleu_without(predictions, references, languages):
     "BLEU / 100 of all rows, and of all but each."
     from sacrebleu.metrics import BLEU
-    langs, bleu = languages or [None] * len(predictions), BLEU(
-        tokenize="none", force=True, effective_order=True
+    # counts a row, from the library itself; its own score of a row is not used
+    langs, bleu = (
+        languages or [None] * len(predictions),
+        BLEU(tokenize="none", force=True, effective_order=True),
     )
     rows = [
         bleu.sentence_score(_bleu_tokens(p, l), [_bleu_tokens(x, l) for x in r])
         for p, r, l in zip(predictions, references, langs)
     ]
     counts = np.array([[*r.counts, *r.totals, r.sys_len, r.ref_len] for r in rows])
+    # BLEU is a function of these sums, so leaving a row out is a subtraction
     of = lambda c: _share(
         BLEU.compute_bleu(c[:4], c[4:8], c[8], c[9], smooth_method="exp").score / 100
     )
@@ -42,6 +45,7 @@ def _chrf(counts):
 def _chrf_without(predictions, references, languages):
     "chrF2 / 100 of all rows, and of all but each; of several references the nearest counts."
     from sacrebleu.metrics.helpers import extract_all_char_ngrams
+    # n-grams of six orders: in the prediction, in the reference, in both
     def counted(p, r):
         pairs = list(zip(extract_all_char_ngrams(p, 6), extract_all_char_ngrams(r, 6)))
         return [
@@ -49,6 +53,7 @@ def _chrf_without(predictions, references, languages):
             [b.total() for _, b in pairs],
             [(a & b).total() for a, b in pairs],
         ]
+    # the nearest reference of a row is chosen once: it does not depend on the other rows
     counts = np.array(
         [max((counted(p, x) for x in r), key=_chrf) for p, r in zip(predictions, references)]
     )
@@ -85,6 +90,7 @@ def row_values(
     no mean over rows."""
     function, predictions = get_metric(metric), [p[:MAX_CHARACTERS] for p in predictions]
     without = _called_without(metric, labels) if metric == "entity_f1" else CORPUS.get(metric)
+    # a single row has no corpus without it: its value is its score
     if without is None or len(predictions) == 1:
         more = [()] * len(predictions) if outcomes is None else [([o],) for o in outcomes]
         return [
@@ -93,5 +99,6 @@ def row_values(
                 predictions, references, languages or predictions, more, strict=True
             )
         ]
+    # Tukey's pseudo-values; + 0. makes a zero of a negative zero
     whole, others = without(predictions, references, languages)
     return [round(len(others) * whole - (len(others) - 1) * x, 3) + 0. for x in others]

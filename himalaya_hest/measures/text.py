@@ -19,7 +19,10 @@ from fractions import Fraction
 from functools import lru_cache
 
 # %% ../../nbs/measures/01_text.ipynb #33a7c5af
-_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff"
+)
 
 @lru_cache(maxsize=1)
 def _word_pattern():
@@ -46,6 +49,7 @@ MAX_CHARACTERS = 20_000
 def _checked(predictions, references):
     """Predictions cut to MAX_CHARACTERS and references as tuples, or ValueError/TypeError naming
     the row."""
+    # rows that do not pair would be scored against each other's references
     if len(predictions) != len(references):
         raise ValueError(
             f"{len(predictions)} predictions for {len(references)} references: expected "
@@ -55,6 +59,7 @@ def _checked(predictions, references):
     for i, (p, r) in enumerate(zip(predictions, references)):
         if not isinstance(p, str):
             raise TypeError(f"prediction {i} is a {type(p).__name__}, expected a str")
+        # a bare str has characters, each of which would pass for a reference
         if isinstance(r, str) or not len(r) or not all(isinstance(x, str) for x in r):
             raise TypeError(f"references of row {i} are {r!r}, expected a non-empty tuple of str")
     return [p[:MAX_CHARACTERS] for p in predictions], [tuple(r) for r in references]
@@ -82,6 +87,7 @@ def _bleu_tokens(text, language):
     "What sacrebleu's own preprocessing makes of a segment."
     return _bleu_tokenizer("zh" if language == "zh" else "13a")(text.rstrip())
 
+# %% ../../nbs/measures/01_text.ipynb #144d797f
 def _streams(references):
     "References row by row -> sacrebleu's streams; None where a row has fewer."
     return [
@@ -165,6 +171,7 @@ def program_of(
     text = answer.replace("\r\n", "\n").replace("\r", "\n")[:MAX_CHARACTERS]
     text = text.rpartition("[BEGIN]")[2].partition("[DONE]")[0]
     blocks = _FENCED.findall(text)
+    # a single fence may be the one that closes a program: then what is before it counts
     if blocks and (text.count("```") > 1 or text.lstrip().startswith("```")):
         return next(
             (body for name, body in blocks if name.lower() in ("", "python", "py", "python3")),
@@ -175,13 +182,7 @@ def program_of(
 
 # %% ../../nbs/measures/01_text.ipynb #ea7f1aa5
 ENDINGS = (
-    "passed",
-    "failed",
-    "error",
-    "syntax_error",
-    "timed_out",
-    "out_of_memory",
-    "crashed",
+    "passed", "failed", "error", "syntax_error", "timed_out", "out_of_memory", "crashed",
     "ended_early",
 )
 
@@ -191,10 +192,11 @@ def pass_at_1(
     labels=None, # not used
     languages=None, # not used
     outcomes: list[str] | None = None, # how the program of each row ended: one of ENDINGS
-) -> dict: # score = share of passed programs, chrf = chrF2 / 100, and how many rows ended in which way
+) -> dict: # score = share of passed programs, chrf = chrF2 / 100, how many rows ended in which way
     """Share of rows whose program passes all of its tests. Raises ValueError where the programs
     were not run."""
     predictions, references = _checked(predictions, references)
+    # without outcomes the text alone would be scored, under a name that says it was run
     if outcomes is None:
         raise ValueError(
             "pass_at_1 needs the outcome of each program, and none was run: set "
@@ -202,19 +204,21 @@ def pass_at_1(
         )
     if len(outcomes) != len(predictions):
         raise ValueError(
-            f"{len(outcomes)} outcomes for {len(predictions)} predictions: expected one " "for each"
+            f"{len(outcomes)} outcomes for {len(predictions)} predictions: expected one "
+            "for each"
         )
+    # a program that was not run is not one that failed
     if wrong := sorted(set(outcomes) - set(ENDINGS)):
         raise ValueError(
             f"outcome {wrong[0]!r} of {outcomes.count(wrong[0])} programs is no ending; "
             f"expected {', '.join(ENDINGS)}. What was not run has no score: allow more "
             "seconds for all programs"
         )
+    # every ending has its number, 0 too, so that all tasks have the same columns
     counts = {e: outcomes.count(e) for e in ENDINGS}
-    return (
-        dict(score=counts["passed"] / len(predictions), chrf=_corpus_chrf(predictions, references))
-        | counts
-    )
+    return dict(
+        score=counts["passed"] / len(predictions), chrf=_corpus_chrf(predictions, references)
+    ) | counts
 
 # %% ../../nbs/measures/01_text.ipynb #d7d8ca52
 class UnicodeTokenizer:
@@ -277,8 +281,8 @@ def _answer_words(text):
 
 def _is_no_answer(text, no_answer):
     "Whether a text is empty or one of the no-answer words."
-    return not text.strip() or normalise_answer(text) in map(
-        normalise_answer, no_answer or NO_ANSWER
+    return (
+        not text.strip() or normalise_answer(text) in map(normalise_answer, no_answer or NO_ANSWER)
     )
 
 def _says_no_answer(prediction, references, no_answer):
@@ -306,18 +310,19 @@ def token_f1(
 ) -> dict: # score = mean F1, em; has_answer_f1 and no_answer_accuracy where both kinds occur
     "Mean of SQuAD's F1 over words, best over the references, with exact match beside it."
     predictions, references = _checked(predictions, references)
+    # where there is no answer, only saying so is right; elsewhere the nearest reference counts
     f1, em, missing = [], [], []
     for p, refs in zip(predictions, references):
         missing.append(all(_is_no_answer(r, labels) for r in refs))
         equal = (
-            _says_no_answer(p, refs, labels)
-            if missing[-1]
+            _says_no_answer(p, refs, labels) if missing[-1]
             else any(normalise_answer(p) == normalise_answer(r) for r in refs)
         )
         em.append(float(equal))
         f1.append(float(equal) if missing[-1] else max(_answer_f1(p, r) for r in refs))
     mean = lambda xs: _share(sum(xs) / len(xs))
     out = dict(score=mean(f1), em=mean(em))
+    # of one kind alone, the two means would say nothing that the score does not
     if any(missing) and not all(missing):
         out |= dict(
             has_answer_f1=mean([x for x, m in zip(f1, missing) if not m]),
@@ -358,7 +363,7 @@ def confusion_counts(
     predictions: list[str], # generated texts
     references: list[tuple[str, ...]], # the label of each row (the first reference)
     labels=None, # label texts in order; those of the references if None
-) -> tuple[list[str], list[list[int]]]: # K labels; K rows (true) of K + 1 counts (predicted, the last: no known label)
+) -> tuple[list[str], list[list[int]]]: # K labels; K rows (true) of K + 1 counts (generated)
     "Counts of true against generated labels; the last column counts texts that are no known label."
     predictions, references = _checked(predictions, references)
     known = _known_labels(labels, references)
@@ -374,10 +379,11 @@ def label_accuracy(
     references: list[tuple[str, ...]], # the label of each row (the first reference)
     labels=None, # label texts in order; those of the references if None
     languages=None, # not used
-) -> dict: # score = accuracy, macro_f1, f1 of the second label where there are two, known_label_share
+) -> dict: # score = accuracy, macro_f1, f1 (of the second of two labels), known_label_share
     "Accuracy of the generated label after normalisation; a text that is no known label is wrong."
     known, counts = confusion_counts(predictions, references, labels)
     n, K = len(predictions), len(known)
+    # a class that nobody named and that never was true has no F1
     f1 = []
     for k in range(K):
         said, true = sum(row[k] for row in counts), sum(counts[k])
@@ -387,6 +393,7 @@ def label_accuracy(
         score=_share(sum(counts[k][k] for k in range(K)) / n),
         macro_f1=_share(sum(present) / len(present)),
     )
+    # of two labels the second is the positive one, as in GLUE's pair tasks
     if K == 2: out["f1"] = _share(f1[1] or 0.)
     return out | dict(known_label_share=_share(1 - sum(row[K] for row in counts) / n))
 
@@ -414,10 +421,10 @@ def entity_f1(
     """Micro F1 over exactly matching (type, span) pairs; a corpus with none, and none predicted,
     scores 1."""
     predictions, references = _checked(predictions, references)
+    # what says that a row has no entities: the task's own words for it, and silence
     silent = (
         {
-            normalise_label(r[0])
-            for r in references
+            normalise_label(r[0]) for r in references
             if ":" not in unicodedata.normalize("NFKC", r[0])
         }
         | {normalise_label(x) for x in labels or ("none",)}
@@ -426,10 +433,12 @@ def entity_f1(
     read = lambda text: (
         Counter() if normalise_label(text) in silent else Counter(parse_entities(text))
     )
+    # multisets: an entity that is said twice and true once is one hit and one miss
     pairs = [(read(p), read(r[0])) for p, r in zip(predictions, references)]
     hit, said, true = (
         sum(c.total() for c in column) for column in zip(*((p & r, p, r) for p, r in pairs))
     )
+    # nothing said where nothing is true is right, which a quotient of zeros would not say
     return dict(
         score=_share(2 * hit / (said + true) if said + true else 1),
         precision=_share(hit / said if said else not true),
@@ -473,7 +482,7 @@ def _walk(node, text):
 @lru_cache(maxsize=10_000)
 def expression_of(
     text: str, # an arithmetic expression
-) -> Fraction | None: # its exact value; None where it is no such expression, too large, or undefined
+) -> Fraction | None: # its exact value; None where it is none, too large, or undefined
     "The value of an arithmetic expression over decimal numbers, without eval."
     text = " ".join(text.split())
     if not _EXPRESSION.fullmatch(text): return None
@@ -490,11 +499,13 @@ def expression_value(
     """Share of generated arithmetic expressions whose value equals a reference's. Raises ValueError
     for a reference without a value."""
     predictions, references = _checked(predictions, references)
+    # no prediction could ever meet a reference without a value
     for i, refs in enumerate(references):
         if any(expression_of(r) is None for r in refs):
             raise ValueError(
                 f"reference {refs} of row {i} is no arithmetic expression with a value"
             )
+    # two expressions without a value are not equal
     values = [expression_of(p) for p in predictions]
     hits = sum(
         v is not None and any(v == expression_of(r) for r in refs)
@@ -539,20 +550,9 @@ def first_letter(
 
 # %% ../../nbs/measures/01_text.ipynb #a10d76da
 METRICS = {
-    f.__name__: f
-    for f in (
-        sacrebleu,
-        rouge_l,
-        token_f1,
-        label_accuracy,
-        chrf_code,
-        chrf,
-        expression_value,
-        entity_f1,
-        exact_match,
-        pass_at_1,
-        edit_similarity,
-        first_letter,
+    f.__name__: f for f in (
+        sacrebleu, rouge_l, token_f1, label_accuracy, chrf_code, chrf, expression_value,
+        entity_f1, exact_match, pass_at_1, edit_similarity, first_letter,
     )
 }
 
@@ -579,7 +579,7 @@ def score(
     "Score predictions by a named metric, over all rows and for each language."
     function = get_metric(metric)
     if metric == "pass_at_1":
-        # programs are of one language
+        # programs are written in no human language, so there is nothing to tell apart
         return dict(function(predictions, references, labels, languages, outcomes))
     out = dict(function(predictions, references, labels, languages))
     if languages is None: return out
@@ -588,18 +588,13 @@ def score(
             f"{len(languages)} languages for {len(predictions)} predictions: expected one "
             "for each"
         )
+    # a corpus metric must see a language's rows together: its score is no mean over rows
     codes = sorted(set(languages))
     for code in codes:
         rows = [i for i, l in enumerate(languages) if l == code]
-        part = (
-            out
-            if len(codes) == 1
-            else function(
-                [predictions[i] for i in rows],
-                [references[i] for i in rows],
-                labels,
-                [code] * len(rows),
-            )
+        part = out if len(codes) == 1 else function(
+            [predictions[i] for i in rows], [references[i] for i in rows], labels,
+            [code] * len(rows),
         )
         out[f"score_{code}"] = part["score"]
     return out
@@ -612,10 +607,12 @@ def chance_level(
     references=None,
 ) -> float: # in [0, 1]
     "The score of the best constant answer; 0 for metrics of free text."
+    # an unknown name is refused here too, and not given the 0 of free text
     get_metric(metric)
     refs = [tuple(r) for r in references or ()]
     if metric == "label_accuracy" and not refs: return 1 / len(labels) if labels else 0.
     if not refs: return 0.
+    # what makes two answers the same answer, for each metric that is right or wrong by row
     keys = dict(
         label_accuracy=lambda r: normalise_label(r[0]),
         exact_match=lambda r: _plain(r[0]),
