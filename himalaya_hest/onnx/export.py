@@ -133,6 +133,7 @@ def model_graph(model, backbone, sites, arguments, all_logits):
         [({0: "batch", 2: "past"},) * 2] * len(arguments[2]),
         [new if n in sites.prompt_inputs else b for n in routed],
     )
+    # traced with the adapter in place at its sites
     with acting(model, backbone, sites), eager_attention(backbone):
         proto = traced(
             Traced(backbone, sites, all_logits), arguments, shapes,

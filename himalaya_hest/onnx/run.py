@@ -96,7 +96,7 @@ def export_parser(
     )
     parser.add_argument("--float", action="store_true", help="the adapter's vectors unpacked")
     parser.add_argument("--int8", action="store_true", help="quantise the backbone")
-    # a record names such a module, but its code is run only where it is given again
+    # a record holds the digest of such a module's source, and not where it lies
     parser.add_argument(
         "--adapter-module", default="",
         help="where the module of an adapter of one's own lies, "

@@ -136,6 +136,7 @@ def check_files(folder: str | Path, info: dict) -> None:
             f"{folder} was exported without checksums, by an earlier version: "
             "a file that was changed or exchanged cannot be noticed; export it again"
         )
+    # a file that is opened and not named has no digest, and is refused as well
     for n in {*needed, *info["files"]}:
         if (now := file_digest(folder/n)) != info["files"].get(n):
             raise ValueError(
@@ -199,6 +200,7 @@ class OnnxSession:
                 f"{folder} holds a graph that ONNX Runtime does not open: {e}; "
                 "get the export again"
             ) from e
+        # a folder without digests has passed so far, whatever its graphs are
         if wrong := graph_faults(self.model, self.router, self.info):
             raise ValueError(
                 f"{folder}: onnx.json does not fit the graph: {'; '.join(wrong[:4])}; "
@@ -246,6 +248,7 @@ def tokens_of(input_ids, attention_mask) -> tuple[np.ndarray, np.ndarray]: # (b,
         raise ValueError(
             f"input_ids has shape {ids.shape}; expected (batch, tokens) with at least one token"
         )
+    # without a mask every token counts
     mask = checked(attention_mask, ids, "attention_mask")
     mask = np.ones_like(ids) if mask is None else mask
     if not mask.any(1).all():
@@ -520,6 +523,7 @@ def main(arguments: list[str] | None = None) -> None:
             for name, row in measure(a.folders, tokens, a.batch, a.pairs, threads).items():
                 found["rows"].append(dict(adapter=name, threads=threads, tokens=tokens) | row)
                 print(line(found["rows"][-1]), flush=True)
+    # at the very end: a file that is there is complete
     if a.out: Path(a.out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 # %% ../../nbs/onnx/02_session.ipynb #f225907d
@@ -527,6 +531,7 @@ def line(
     row: dict, # of `main`
 ) -> str:
     "One row for a terminal."
+    # as wide as a median, so that the columns stay in line
     def percent(r):
         return "        bare" if "overhead" not in r else (
             "{median:+6.1%} [{low:+.1%}, {high:+.1%}]".format(**r["overhead"])

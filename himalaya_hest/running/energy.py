@@ -318,6 +318,7 @@ def latency_parts(
         requests, steps = latencies_ms(
             adapter, task, tokenizer, settings["latency_samples"], settings["latency_new_tokens"], b
         )
+        # how many stand behind a percentile, and which clock, belong to it
         parts.append(dict(
             samples=percentiles(requests),
             decoded_tokens=percentiles(steps),
