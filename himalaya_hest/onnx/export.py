@@ -36,14 +36,11 @@ class Traced(nn.Module):
     def forward(self, input_ids, attention_mask, past, routing):
         from transformers import DynamicCache
         if self.sites is not None: self.sites.begin(*routing)
+        # the mask covers past and new tokens: positions of the new ones are its last
         positions = (attention_mask.cumsum(1) - 1).clamp_min(0)[:, -input_ids.shape[1]:]
         out = self.backbone(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            past_key_values=DynamicCache(past),
-            use_cache=True,
-            logits_to_keep=self.last,
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=positions,
+            past_key_values=DynamicCache(past), use_cache=True, logits_to_keep=self.last,
         )
         return out.logits, [(layer.keys, layer.values) for layer in out.past_key_values.layers]
 
@@ -54,6 +51,7 @@ def past_shapes(backbone: nn.Module) -> list[tuple[int, int]]:
         cache = backbone(
             input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=True
         ).past_key_values
+    # caches of other kinds have no layers, or layers of other tensors
     layers = getattr(cache, "layers", None) or []
     if not layers or any(
         layer.keys.dim() != 4 or layer.keys.shape != layer.values.shape for layer in layers
@@ -97,15 +95,10 @@ def traced(
     "`torch.onnx.export`, with the functions that the graph calls."
     with quiet(), torch.no_grad():
         program = torch.onnx.export(
-            module.eval(),
-            arguments,
-            dynamo=True,
-            verbose=False,
-            dynamic_shapes=shapes,
-            input_names=inputs,
-            output_names=outputs,
-            opset_version=OPSET,
+            module.eval(), arguments, dynamo=True, verbose=False, dynamic_shapes=shapes,
+            input_names=inputs, output_names=outputs, opset_version=OPSET,
         )
+    # the exporter knows the calls, and not what they call
     proto = program.model_proto
     add_functions(proto)
     return proto
@@ -120,6 +113,7 @@ def example(backbone: nn.Module, sites: Sites | None, router: nn.Module | None) 
         for heads, width in past_shapes(backbone)
     ]
     if router is None: return ids, mask, past, []
+    # the mask of the new tokens alone, since a router reads the prompt and knows no past
     with torch.no_grad():
         out = router(
             *([mask[:, :5]] if sites.prompt_inputs else [ids, mask[:, :5], torch.ones_like(ids)])
@@ -131,6 +125,7 @@ def model_graph(model, backbone, sites, arguments, all_logits):
     "`model.onnx`, and the names of its past."
     names = [f"past_{i}_{kind}" for i in range(len(arguments[2])) for kind in ("key", "value")]
     routed = list(sites.inputs) if sites is not None else []
+    # in the order of `Traced.forward`: ids, mask, past, routing
     b, new = {0: "batch"}, {0: "batch", 1: "sequence"}
     shapes = (
         new,
@@ -138,11 +133,10 @@ def model_graph(model, backbone, sites, arguments, all_logits):
         [({0: "batch", 2: "past"},) * 2] * len(arguments[2]),
         [new if n in sites.prompt_inputs else b for n in routed],
     )
+    # traced with the adapter in place at its sites
     with acting(model, backbone, sites), eager_attention(backbone):
         proto = traced(
-            Traced(backbone, sites, all_logits),
-            arguments,
-            shapes,
+            Traced(backbone, sites, all_logits), arguments, shapes,
             ["input_ids", "attention_mask", *names, *routed],
             ["logits", *(n.replace("past", "present") for n in names)],
         )
@@ -153,17 +147,12 @@ def router_graph(router, sites, arguments):
     "`router.onnx`."
     ids, mask = arguments[0], torch.ones_like(arguments[0])
     prompt_only = bool(sites.prompt_inputs)
-    given = (
-        dict(attention_mask=mask)
-        if prompt_only
-        else dict(input_ids=ids, attention_mask=mask, instruction_mask=torch.ones_like(ids))
+    given = dict(attention_mask=mask) if prompt_only else dict(
+        input_ids=ids, attention_mask=mask, instruction_mask=torch.ones_like(ids)
     )
     return traced(
-        router,
-        tuple(given.values()),
-        tuple({0: "batch", 1: "sequence"} for _ in given),
-        list(given),
-        list(router.outputs),
+        router, tuple(given.values()), tuple({0: "batch", 1: "sequence"} for _ in given),
+        list(given), list(router.outputs),
     )
 
 # %% ../../nbs/onnx/04_export.ipynb #f589ba5c
@@ -180,6 +169,7 @@ class Weights:
     def move(self, proto) -> None: # the large tensors of a graph
         from onnx import TensorProto
         for t in proto.graph.initializer:
+            # small ones stay in the graph: a page of the file each would be more
             if len(t.raw_data) < 1024: continue
             entries = dict(
                 location=Path(self.file.name).name,
@@ -199,20 +189,17 @@ def int8_graph(
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
     keep = [n.name for n in proto.graph.node if n.op_type == "MatMul" and own & set(n.input)]
+    # by way of files: a graph in memory may hold no more than 2 GB
     with tempfile.TemporaryDirectory() as folder:
         onnx.save_model(
             proto, f"{folder}/float.onnx", save_as_external_data=True, location="float.bin"
         )
+        # only products with a constant: those of attention have no weight
         with quiet():
             quantize_dynamic(
-                f"{folder}/float.onnx",
-                f"{folder}/int8.onnx",
-                op_types_to_quantize=["MatMul"],
-                per_channel=True,
-                weight_type=QuantType.QInt8,
-                nodes_to_exclude=keep,
-                use_external_data_format=True,
-                extra_options=dict(MatMulConstBOnly=True),
+                f"{folder}/float.onnx", f"{folder}/int8.onnx", op_types_to_quantize=["MatMul"],
+                per_channel=True, weight_type=QuantType.QInt8, nodes_to_exclude=keep,
+                use_external_data_format=True, extra_options=dict(MatMulConstBOnly=True),
             )
         return onnx.load(f"{folder}/int8.onnx")
 
@@ -230,13 +217,13 @@ def flops_of(
 ) -> dict[str, int]: # bare and with the adapter, for a token and for a prompt; of the router
     "Operations with and without the adapter, at batch 1."
     (backbone, sites, router), (ids, _, past, routing) = pieces, arguments
+    # one row of the example, and nothing of its past
     past, routing, out = (
-        [tuple(t[:1, :, :0] for t in kv) for kv in past],
-        [r[:1] for r in routing],
-        {},
+        [tuple(t[:1, :, :0] for t in kv) for kv in past], [r[:1] for r in routing], {}
     )
     for kind, n in dict(decode=1, prefill=tokens).items():
         given = ids[:1, :1].expand(1, n), torch.ones(1, n, dtype=torch.long), past
+        # inputs that go with tokens are as long as they are
         fits = [r[:, :1].expand(1, n) if sites.prompt_inputs else r for r in routing]
         for name, s in dict(bare=None, adapter=sites).items():
             if name == "bare" or sites is not None:
@@ -261,6 +248,7 @@ def export_onnx(
     all_logits: bool = False, # of every token, not of the last
 ) -> dict: # what onnx.json says
     "Write a model's graphs; `ValueError` with the reason for what cannot be exported."
+    # looked for, not imported: the package works without them
     if missing := [
         n for n in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(n) is None
     ]:
@@ -274,29 +262,21 @@ def export_onnx(
         arguments = example(backbone, sites, router)
         flops = flops_of(model, pieces, arguments)
         proto, past = model_graph(model, backbone, sites, arguments, all_logits)
-        graphs = dict(
-            model=(
-                int8_graph(
-                    proto, {t.name for t in proto.graph.initializer if t.name.startswith("sites.")}
-                )
-                if int8
-                else proto
-            )
-        )
+        # tensors of the adapter are those of its sites
+        graphs = dict(model=int8_graph(
+            proto, {t.name for t in proto.graph.initializer if t.name.startswith("sites.")}
+        ) if int8 else proto)
         if router is not None: graphs["router"] = router_graph(router, sites, arguments)
     finally: model.train(was)
+    # the table of embeddings is the backbone's, also where the router reads it
     sizes = dict(
         adapter_mb=tensors_mb(proto, lambda n: n.startswith("sites.")),
-        router_mb=(
-            tensors_mb(graphs["router"], lambda n: not n.endswith("embedding"))
-            if router is not None
-            else 0.0
-        ),
+        router_mb=tensors_mb(
+            graphs["router"], lambda n: not n.endswith("embedding")
+        ) if router is not None else 0.0,
     )
-    info = (
-        info_of(model, pieces, past, arguments)
-        | sizes
-        | dict(flops=flops, packed=packed, int8=int8, all_logits=all_logits)
+    info = info_of(model, pieces, past, arguments) | sizes | dict(
+        flops=flops, packed=packed, int8=int8, all_logits=all_logits
     )
     write_graphs(folder, graphs, info)
     return info
@@ -309,25 +289,27 @@ def tensors_mb(proto, which) -> float: # 10⁶ bytes of the initializers whose n
 def info_of(model, pieces, past, arguments) -> dict:
     "What a session has to know, and what the export was made with."
     backbone, sites, router = pieces
+    # a generation config may leave out what the model's own says
     config = getattr(backbone, "generation_config", None) or backbone.config
     eos = next(
         (e for e in (config.eos_token_id, backbone.config.eos_token_id) if e is not None), -1
     )
     eos = eos if isinstance(eos, list) else [eos]
+    # without a padding token an end token does, and 0 where there is neither
     pad = next(
         (p for p in (config.pad_token_id, backbone.config.pad_token_id) if p is not None),
         max(eos[0], 0),
     )
     kind = (
         model.active_peft_config.peft_type.value.lower().replace("_", "-")
-        if isinstance(model, PeftModel)
-        else None
+        if isinstance(model, PeftModel) else None
     )
     return dict(
         format=FORMAT,
         adapter=kind,
         routed=router is not None,
         past=past,
+        # shapes are (b, heads, tokens, width)
         kv_heads=[kv[0].shape[1] for kv in arguments[2]],
         head_dims=[kv[0].shape[3] for kv in arguments[2]],
         prompt_inputs=list(sites.prompt_inputs) if sites is not None else [],

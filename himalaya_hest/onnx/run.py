@@ -25,16 +25,12 @@ def run_prompts(
     "The first evaluated prompts of the run's tasks."
     config, stream = run.config, stream_of(run.config)
     source = get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
-    tasks = [
-        d.evaluation
-        for d in load_tasks(
-            config, stream, source, run.tokenizer, row_length(config, run.model)
-        ).values()
-    ]
+    tasks = [d.evaluation for d in load_tasks(
+        config, stream, source, run.tokenizer, row_length(config, run.model)
+    ).values()]
+    # one prompt a batch, so that padding plays no part in a difference
     return evaluation_batches(
-        tasks,
-        1,
-        run.tokenizer,
+        tasks, 1, run.tokenizer,
         {(i, j) for i, t in enumerate(tasks) for j in range(min(rows, len(t.prompts)))},
     )
 
@@ -49,13 +45,11 @@ def unequal_answers(
     for b in batches:
         n = b["input_ids"].shape[1]
         want = generate_batch(run.model, b, run.tokenizer, takes)[0, n:].tolist()
+        # with the run's own end tokens, which may be others than the backbone's
         got = session.generate(
-            *(
-                b[k].numpy() if k in b else None
-                for k in ("input_ids", "attention_mask", "instruction_mask")
-            ),
-            b["max_new_tokens"],
-            stop_ids(run.tokenizer),
+            *(b[k].numpy() if k in b else None
+              for k in ("input_ids", "attention_mask", "instruction_mask")),
+            b["max_new_tokens"], stop_ids(run.tokenizer),
         )[0, n:].tolist()
         if got != want: differ.append(tuple(run.tokenizer.decode(t) for t in (want, got)))
     return differ
@@ -91,8 +85,7 @@ def export_parser(
 ) -> argparse.ArgumentParser:
     "What the command line of an export takes."
     parser = argparse.ArgumentParser(
-        called,
-        **further,
+        called, **further,
         description="Export a run's adapter and its backbone to ONNX, and compare answers.",
     )
     parser.add_argument("run", help="folder of a finished run")
@@ -103,11 +96,11 @@ def export_parser(
     )
     parser.add_argument("--float", action="store_true", help="the adapter's vectors unpacked")
     parser.add_argument("--int8", action="store_true", help="quantise the backbone")
+    # a record holds the digest of such a module's source, and not where it lies
     parser.add_argument(
-        "--adapter-module",
-        default="",
-        help="where the module of an adapter of one's own lies, for a run that was made with "
-        "one; its code is run",
+        "--adapter-module", default="",
+        help="where the module of an adapter of one's own lies, "
+        "for a run that was made with one; its code is run",
     )
     return parser
 
@@ -123,8 +116,9 @@ def main(
         )
     except ValueError as e: raise SystemExit(f"error: {e}") from e
     print(
-        f"{found['bare']}\n{found['adapter']}\n{found['compared'] - found['unequal']} of "
-        f"{found['compared']} greedy answers equal to PyTorch's"
+        f"{found['bare']}\n{found['adapter']}\n"
+        f"{found['compared'] - found['unequal']} of {found['compared']} "
+        "greedy answers equal to PyTorch's"
     )
     for want, got in found["examples"]: print(f"  {want!r} in PyTorch, {got!r} in ONNX Runtime")
 
@@ -132,14 +126,8 @@ if __name__ == "__main__" and "__file__" in globals(): main()
 
 # %% ../../nbs/onnx/05_run.ipynb #2a80f6ef
 _STUDY = dict(
-    run=(str,),
-    folder=(str,),
-    rows=(int,),
-    packed=(bool,),
-    int8=(bool,),
-    tokens=(int,),
-    pairs=(int,),
-    threads=(int,),
+    run=(str,), folder=(str,), rows=(int,), packed=(bool,), int8=(bool,),
+    tokens=(int,), pairs=(int,), threads=(int,),
 )
 
 def onnx_study(
@@ -150,25 +138,24 @@ def onnx_study(
     values of another type, or no run."""
     from himalaya_hest.onnx.session import measure
     checked_parameters(given, _STUDY)
+    # a run is finished when its record is written
     finished = sorted(Path(results_dir).glob("*/record.json"), key=lambda p: p.stat().st_mtime)
     if not given["run"] and not finished:
         raise ValueError(
-            f"there is no finished run in {results_dir}: `make continual25` makes one, or "
-            "give run the folder of one"
+            f"there is no finished run in {results_dir}: `make continual25` makes one, "
+            "or give run the folder of one"
         )
     run = open_run(given["run"] or finished[-1].parent)
     found = export_run(run, given["folder"], given["rows"], given["packed"], given["int8"])
     measured = measure(
-        [found["bare"], found["adapter"]],
-        given["tokens"],
-        pairs=given["pairs"],
-        threads=given["threads"],
+        [found["bare"], found["adapter"]], given["tokens"],
+        pairs=given["pairs"], threads=given["threads"],
     )
+    # the title says how far the figures can be trusted
     title = (
-        f"{run.record['run_id']}: {found['compared'] - found['unequal']} of "
-        f"{found['compared']} greedy answers equal to PyTorch's; overhead in ONNX Runtime "
-        f"over {given['pairs']} pairs, {given['threads']} "
-        f"thread{'s' * (given['threads'] > 1)}"
+        f"{run.record['run_id']}: {found['compared'] - found['unequal']} of {found['compared']} "
+        "greedy answers equal to PyTorch's; overhead in ONNX Runtime "
+        f"over {given['pairs']} pairs, {given['threads']} thread{'s' * (given['threads'] > 1)}"
     )
     return overhead_table(title, measured)
 
@@ -187,34 +174,18 @@ def overhead_table(title: str, measured: dict) -> Table: # of what `onnx.session
     rows = []
     for name, row in measured.items():
         for kind in ("prefill", "decode"):
+            # empty for the bare backbone
             o = row[kind].get("overhead", {})
-            rows.append(
-                [
-                    name,
-                    kind,
-                    row[kind]["wall_p50_ms"],
-                    row[kind]["wall_p99_ms"],
-                    o.get("median"),
-                    o.get("low"),
-                    o.get("high"),
-                    extra_flops(row, kind),
-                    row["adapter_mb"],
-                    row["peak_memory_mb"],
-                ]
-            )
+            rows.append([
+                name, kind, row[kind]["wall_p50_ms"], row[kind]["wall_p99_ms"],
+                o.get("median"), o.get("low"), o.get("high"),
+                extra_flops(row, kind), row["adapter_mb"], row["peak_memory_mb"],
+            ])
     return Table(
         title,
         [
-            "export",
-            "work",
-            "p50, ms",
-            "p99, ms",
-            "overhead",
-            "95 % from",
-            "to",
-            "FLOPs more",
-            "adapter, MB",
-            "peak memory, MB",
+            "export", "work", "p50, ms", "p99, ms", "overhead", "95 % from", "to",
+            "FLOPs more", "adapter, MB", "peak memory, MB",
         ],
         rows,
     )

@@ -32,10 +32,9 @@ def open_graph(
 ) -> onnxruntime.InferenceSession:
     "A graph on the CPU with a fixed number of threads."
     options = onnxruntime.SessionOptions()
+    # 3: errors only
     options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = (
-        threads,
-        1,
-        3,
+        threads, 1, 3
     )
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -50,16 +49,17 @@ def read_info(
         raise FileNotFoundError(
             f"{folder} has no onnx.json: it is not a folder that export_onnx wrote"
         )
+    # a text nested thousands deep ends in Python's limit of recursion, and is no ValueError
     try: info = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
         raise ValueError(
             f"{path} cannot be read as JSON: {e or 'nested too deep'}; get the export again"
         ) from e
+    # the format says what the rest means, so it is looked at before
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         raise ValueError(
-            f"{path} has the format "
-            f"{info.get('format') if isinstance(info, dict) else None!r}, expected "
-            f"{FORMAT!r}: export the adapter again with this version"
+            f"{path} has the format {info.get('format') if isinstance(info, dict) else None!r}, "
+            f"expected {FORMAT!r}: export the adapter again with this version"
         )
     if wrong := info_faults(info):
         raise ValueError(f"{path} was changed or damaged: {'; '.join(wrong)}; get the export again")
@@ -82,14 +82,15 @@ def info_digest(info: dict) -> str: # 64 hex digits
 # %% ../../nbs/onnx/02_session.ipynb #06958d72
 def sealed(folder: str | Path, info: dict) -> dict: # with "files" and "record"
     "A manifest with the digests of the folder's files."
-    info = json.loads(json.dumps(info)) | dict(
-        files={n: file_digest(Path(folder) / n) for n in FILES if (Path(folder) / n).exists()}
-    )
+    info = json.loads(json.dumps(info)) | dict(files={
+        n: file_digest(Path(folder) / n) for n in FILES if (Path(folder) / n).exists()
+    })
     return info | dict(record=info_digest(info))
 
 # %% ../../nbs/onnx/02_session.ipynb #ede0c81c
 def info_faults(info: dict) -> list[str]:
     "What a manifest says that cannot be."
+    # type() and not isinstance: true and false are no numbers
     def ints(low, high):
         return lambda v: isinstance(v, list) and all(type(x) is int and low <= x <= high for x in v)
     def names(v): return isinstance(v, list) and all(isinstance(x, str) for x in v)
@@ -101,20 +102,21 @@ def info_faults(info: dict) -> list[str]:
         head_dims=ints(1, 65_536),
         eos_token_id=ints(-1, 2**31),
         pad_token_id=lambda v: type(v) is int and 0 <= v < 2**31,
-        files=lambda v: v is None
-        or isinstance(v, dict)
-        and set(v) <= set(FILES)
-        and "model.onnx" in v,
+        # only names that an export writes: no path leads out of the folder
+        files=lambda v: v is None or (
+            isinstance(v, dict) and set(v) <= set(FILES) and "model.onnx" in v
+        ),
     )
     wrong = [
         f"{n} is {str(info.get(n))[:60]!r}" for n, fits in rules.items() if not fits(info.get(n))
     ]
-    if not wrong and not len(info["past"]) == 2 * len(info["kv_heads"]) == 2 * len(
-        info["head_dims"]
+    # each layer has a past of keys and one of values; counted only where all three are lists
+    if not wrong and not (
+        len(info["past"]) == 2 * len(info["kv_heads"]) == 2 * len(info["head_dims"])
     ):
         wrong.append(
-            f"past has {len(info['past'])} names for {len(info['kv_heads'])} heads and "
-            f"{len(info['head_dims'])} widths"
+            f"past has {len(info['past'])} names for {len(info['kv_heads'])} heads "
+            f"and {len(info['head_dims'])} widths"
         )
     return wrong + ["its digest is another than was written"] * (
         "record" in info and info["record"] != info_digest(info)
@@ -126,18 +128,20 @@ def check_files(folder: str | Path, info: dict) -> None:
     the manifest has no digests."""
     folder = Path(folder)
     needed = ["model.onnx"] + ["router.onnx"] * info["routed"]
+    # by name first: a digest of a large file takes a while
     if missing := [n for n in {*needed, *(info.get("files") or {})} if not (folder/n).is_file()]:
         raise ValueError(f"{folder} lacks {missing[0]}: get the export again")
     if info.get("files") is None:
         return warnings.warn(
-            f"{folder} was exported without checksums, by an earlier version: a file that "
-            "was changed or exchanged cannot be noticed; export it again"
+            f"{folder} was exported without checksums, by an earlier version: "
+            "a file that was changed or exchanged cannot be noticed; export it again"
         )
+    # a file that is opened and not named has no digest, and is refused as well
     for n in {*needed, *info["files"]}:
         if (now := file_digest(folder/n)) != info["files"].get(n):
             raise ValueError(
-                f"{folder/n} has the digest {now[:12]}, expected "
-                f"{str(info['files'].get(n))[:12]}: it was changed, damaged or exchanged "
+                f"{folder/n} has the digest {now[:12]}, "
+                f"expected {str(info['files'].get(n))[:12]}: it was changed, damaged or exchanged "
                 "after the export; get the export again"
             )
 
@@ -146,6 +150,7 @@ def graph_faults(model, router, info: dict) -> list[str]: # opened graphs
     "Inputs that the manifest does not know, and shapes that it does not have."
     shapes = {i.name: i.shape for i in model.get_inputs()}
     routed = [o.name for o in router.get_outputs()] if router is not None else []
+    # an input that nobody gives would fail only at the first request
     wrong = [
         f"the graph takes {n}, of which nothing is known"
         for n in shapes.keys() - {"input_ids", "attention_mask", *info["past"], *routed}
@@ -156,14 +161,13 @@ def graph_faults(model, router, info: dict) -> list[str]: # opened graphs
     ]
     if router is not None:
         wrong += [
-            f"the router takes {i.name}"
-            for i in router.get_inputs()
+            f"the router takes {i.name}" for i in router.get_inputs()
             if i.name not in ("input_ids", "attention_mask", "instruction_mask")
         ]
+    # heads and width of (b, heads, tokens, width), where the graph has numbers and not names
     for i, n in enumerate(info["past"]):
         here = [
-            d
-            for d, x in zip(
+            d for d, x in zip(
                 (info["kv_heads"][i // 2], info["head_dims"][i // 2]),
                 (shapes.get(n) or [None] * 4)[1::2],
             )
@@ -171,8 +175,8 @@ def graph_faults(model, router, info: dict) -> list[str]: # opened graphs
         ]
         if here:
             wrong.append(
-                f"{n} has the shape {shapes[n]}, onnx.json says {info['kv_heads'][i // 2]} "
-                f"heads of width {info['head_dims'][i // 2]}"
+                f"{n} has the shape {shapes[n]}, onnx.json says {info['kv_heads'][i // 2]} heads "
+                f"of width {info['head_dims'][i // 2]}"
             )
     return wrong
 
@@ -185,35 +189,34 @@ class OnnxSession:
     ):
         self.folder, self.info = Path(folder), read_info(folder)
         check_files(folder, self.info)
+        # ONNX Runtime has many errors, and none of them names the folder
         try:
-            self.model, self.router = open_graph(self.folder / "model.onnx", threads), (
-                open_graph(self.folder / "router.onnx", threads) if self.info["routed"] else None
+            self.model, self.router = (
+                open_graph(self.folder / "model.onnx", threads),
+                open_graph(self.folder / "router.onnx", threads) if self.info["routed"] else None,
             )
         except Exception as e:
             raise ValueError(
-                f"{folder} holds a graph that ONNX Runtime does not open: {e}; get the "
-                "export again"
+                f"{folder} holds a graph that ONNX Runtime does not open: {e}; "
+                "get the export again"
             ) from e
+        # a folder without digests has passed so far, whatever its graphs are
         if wrong := graph_faults(self.model, self.router, self.info):
             raise ValueError(
-                f"{folder}: onnx.json does not fit the graph: {'; '.join(wrong[:4])}; get "
-                "the export again"
+                f"{folder}: onnx.json does not fit the graph: {'; '.join(wrong[:4])}; "
+                "get the export again"
             )
     def route(self, input_ids, attention_mask=None, instruction_mask=None):
         return route(self, input_ids, attention_mask, instruction_mask)
     def forward(self, input_ids, attention_mask, past, routing):
         return forward(self, input_ids, attention_mask, past, routing)
-    def generate(
-        self,
-        input_ids,
-        attention_mask=None,
-        instruction_mask=None,
-        max_new_tokens=32,
+    def generate(self, input_ids, attention_mask=None, instruction_mask=None, max_new_tokens=32,
         eos_token_id=None,
     ):
         return generate(
             self, input_ids, attention_mask, instruction_mask, max_new_tokens, eos_token_id
         )
+    # of no tokens: a prompt is read with a past, too
     def empty_past(self, b):
         return [
             np.zeros(
@@ -243,8 +246,9 @@ def tokens_of(input_ids, attention_mask) -> tuple[np.ndarray, np.ndarray]: # (b,
     ids = np.asarray(input_ids).astype(np.int64)
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError(
-            f"input_ids has shape {ids.shape}; expected (batch, tokens) with at least one " "token"
+            f"input_ids has shape {ids.shape}; expected (batch, tokens) with at least one token"
         )
+    # without a mask every token counts
     mask = checked(attention_mask, ids, "attention_mask")
     mask = np.ones_like(ids) if mask is None else mask
     if not mask.any(1).all():
@@ -260,23 +264,20 @@ def route(
     input_ids, # (b, n)
     attention_mask=None, # (b, n); None: all tokens count
     instruction_mask=None, # (b, n); None, or a row of zeros: the whole prompt
-) -> dict[str, np.ndarray]: # the further inputs of `model.onnx`; empty for an adapter that does not read the prompt
+) -> dict[str, np.ndarray]: # the further inputs of `model.onnx`; empty where no prompt is read
     "What the router makes of the prompts."
     if session.router is None: return {}
     ids, mask = tokens_of(input_ids, attention_mask)
     instruction = checked(instruction_mask, ids, "instruction_mask")
+    # a router takes some of these, by name
     given = dict(
-        input_ids=ids,
-        attention_mask=mask,
+        input_ids=ids, attention_mask=mask,
         instruction_mask=np.zeros_like(ids) if instruction is None else instruction,
     )
     names = [o.name for o in session.router.get_outputs()]
-    return dict(
-        zip(
-            names,
-            session.router.run(names, {i.name: given[i.name] for i in session.router.get_inputs()}),
-        )
-    )
+    return dict(zip(names, session.router.run(
+        names, {i.name: given[i.name] for i in session.router.get_inputs()}
+    )))
 
 # %% ../../nbs/onnx/02_session.ipynb #ca06f312
 def forward(
@@ -317,18 +318,18 @@ def generate(
 ) -> np.ndarray: # (b, n + new) int64; a finished row goes on with the padding token
     "Greedy continuation of every row."
     ids, mask = tokens_of(input_ids, attention_mask)
+    # the last column gives the first new token of every row
     if not mask[:, -1].all():
         raise ValueError(
-            "attention_mask ends with 0: generation needs batches that are padded on the " "left"
+            "attention_mask ends with 0: generation needs batches that are padded on the left"
         )
     stop = np.atleast_1d(session.info["eos_token_id"] if eos_token_id is None else eos_token_id)
     routing, past, new = (
-        route(session, ids, mask, instruction_mask),
-        session.empty_past(len(ids)),
-        ids,
+        route(session, ids, mask, instruction_mask), session.empty_past(len(ids)), ids
     )
     alive = np.ones(len(ids), bool)
     for _ in range(max_new_tokens):
+        # the prompt in the first round, one token in each further one
         logits, past = forward(
             session, new, mask, past, routing if new is ids else later(session, routing)
         )
@@ -346,11 +347,13 @@ def workloads(
 ) -> dict: # name → function without arguments
     "What is measured of one export."
     mask, longer = np.ones_like(ids), np.ones((len(ids), ids.shape[1] + 1), np.int64)
+    # an eighth of the prompt is the instruction
     instruction = np.zeros_like(ids); instruction[:, :max(1, ids.shape[1] // 8)] = 1
     def prefill():
         return session.forward(
             ids, mask, session.empty_past(len(ids)), session.route(ids, mask, instruction)
         )
+    # made once, outside of what is timed
     routing, (_, past) = later(session, session.route(ids, mask, instruction)), prefill()
     return dict(
         prefill=prefill,
@@ -382,9 +385,7 @@ def rounds_of(
 ) -> np.ndarray: # (pairs, names, 2) processor and elapsed seconds
     "All functions in every round, in an order drawn anew."
     rng, names, out = (
-        np.random.default_rng(seed),
-        list(functions),
-        np.zeros((pairs, len(functions), 2)),
+        np.random.default_rng(seed), list(functions), np.zeros((pairs, len(functions), 2))
     )
     for f in functions.values(): f(); f()
     gc.disable()
@@ -404,15 +405,13 @@ def summary(
     for i, name in enumerate(names):
         cpu, wall = (seconds[:, i, k] * 1e3 for k in (0, 1))
         row = dict(
-            process_p50_ms=float(np.median(cpu)),
-            process_p99_ms=float(np.percentile(cpu, 99)),
-            wall_p50_ms=float(np.median(wall)),
-            wall_p99_ms=float(np.percentile(wall, 99)),
+            process_p50_ms=float(np.median(cpu)), process_p99_ms=float(np.percentile(cpu, 99)),
+            wall_p50_ms=float(np.median(wall)), wall_p99_ms=float(np.percentile(wall, 99)),
         )
-        if i:
-            row["overhead"] = {
-                k: v - 1 for k, v in interval(seconds[:, i, 0] / seconds[:, 0, 0]).items()
-            }
+        # the ratio is taken within each round, whose two times saw the same machine
+        if i: row["overhead"] = {
+            k: v - 1 for k, v in interval(seconds[:, i, 0] / seconds[:, 0, 0]).items()
+        }
         out[name] = row
     return out
 
@@ -423,24 +422,24 @@ def peak_memory_mb(
     threads: int = 1,
 ) -> float: # 10⁶ bytes, of a process that opens the export and answers once
     "The largest resident size of a process of its own."
+    # Linux is asked for VmHWM, since ru_maxrss begins with the parent's size there
     program = (
-        "import json, resource, sys; import numpy as np; sys.path.insert(0, sys.argv[1]); "
-        "import session as s\n"
+        "import json, resource, sys; import numpy as np; "
+        "sys.path.insert(0, sys.argv[1]); import session as s\n"
         "session = s.OnnxSession(sys.argv[2], int(sys.argv[3])); "
-        "session.generate(np.array(json.loads(sys.argv[4])), max_new_tokens=4, "
-        "eos_token_id=-1)\n"
-        "lines = open('/proc/self/status').read().splitlines() if sys.platform == 'linux' "
-        "else []\n"
-        "peaks = [int(l.split()[1]) for l in lines if l.startswith('VmHWM')] or "
-        "[resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]\n"  # ru_maxrss begins with the parent's size
+        "session.generate(np.array(json.loads(sys.argv[4])), max_new_tokens=4, eos_token_id=-1)\n"
+        "lines = open('/proc/self/status').read().splitlines() "
+        "if sys.platform == 'linux' else []\n"
+        "peaks = [int(l.split()[1]) for l in lines if l.startswith('VmHWM')] "
+        "or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]\n"
         "print(peaks[0] * 1024 / 1e6)"
     )
     here = str(Path(__file__).resolve().parent)
     done = subprocess.run(
         [sys.executable, "-c", program, here, str(folder), str(threads), json.dumps(ids.tolist())],
-        capture_output=True,
-        text=True,
+        capture_output=True, text=True,
     )
+    # the end of the error says what went wrong; before it stand the calls
     if done.returncode:
         raise RuntimeError(
             f"{folder} could not be measured in a process of its own: {done.stderr[-500:]}"
@@ -460,12 +459,14 @@ def measure(
     sessions = {Path(f).name: OnnxSession(f, threads) for f in folders}
     if len(sessions) < len(folders):
         raise ValueError(f"the folders' names must differ, got {[str(f) for f in folders]}")
+    # one prompt for all needs one vocabulary
     vocabulary = {s.info["vocab_size"] for s in sessions.values()}
     if len(vocabulary) > 1:
         raise ValueError(
-            "the exports are of different backbones: their vocabularies have "
-            f"{sorted(vocabulary)} tokens"
+            "the exports are of different backbones: "
+            f"their vocabularies have {sorted(vocabulary)} tokens"
         )
+    # low ids are often special tokens
     ids = np.random.default_rng(seed).integers(5, vocabulary.pop(), (batch, tokens))
     works = {n: workloads(s, ids) for n, s in sessions.items()}
     out = {
@@ -476,6 +477,7 @@ def measure(
             rounds_of({n: w[kind] for n, w in works.items()}, pairs, seed), list(works)
         ).items():
             out[name][kind] = row
+    # the bare backbone has no routing to compare with
     for name, s in sessions.items():
         if s.router is not None:
             out[name]["route"] = summary(
@@ -490,8 +492,8 @@ def main(arguments: list[str] | None = None) -> None:
     "Measure exports against the first of them."
     parser = argparse.ArgumentParser(
         prog="session.py",
-        description="Overhead of exported adapters over the bare backbone, in ONNX Runtime. Needs "
-        "onnxruntime and numpy alone.",
+        description="Overhead of exported adapters over the bare backbone, in ONNX Runtime. "
+        "Needs onnxruntime and numpy alone.",
     )
     parser.add_argument(
         "folders", nargs="+", help="exported folders of one backbone, the bare one first"
@@ -506,23 +508,22 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", help="JSON file for the figures")
     a = parser.parse_args(arguments)
+    # the machine and the versions go with the figures, which mean nothing without them
     found = dict(
         machine=dict(
-            processor=platform.machine(),
-            cpu_count=os.cpu_count(),
-            system=platform.system(),
-            python=platform.python_version(),
+            processor=platform.machine(), cpu_count=os.cpu_count(),
+            system=platform.system(), python=platform.python_version(),
         ),
         versions=dict(onnxruntime=onnxruntime.__version__, numpy=np.__version__),
-        pairs=a.pairs,
-        batch=a.batch,
-        rows=[],
+        pairs=a.pairs, batch=a.batch, rows=[],
     )
+    # each line is shown as soon as it is measured: the whole can take hours on a small board
     for threads in a.threads:
         for tokens in a.tokens:
             for name, row in measure(a.folders, tokens, a.batch, a.pairs, threads).items():
                 found["rows"].append(dict(adapter=name, threads=threads, tokens=tokens) | row)
                 print(line(found["rows"][-1]), flush=True)
+    # at the very end: a file that is there is complete
     if a.out: Path(a.out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 # %% ../../nbs/onnx/02_session.ipynb #f225907d
@@ -530,11 +531,10 @@ def line(
     row: dict, # of `main`
 ) -> str:
     "One row for a terminal."
+    # as wide as a median, so that the columns stay in line
     def percent(r):
-        return (
-            "        bare"
-            if "overhead" not in r
-            else "{median:+6.1%} [{low:+.1%}, {high:+.1%}]".format(**r["overhead"])
+        return "        bare" if "overhead" not in r else (
+            "{median:+6.1%} [{low:+.1%}, {high:+.1%}]".format(**r["overhead"])
         )
     return (
         f"{row['adapter']:16} {row['threads']} threads, {row['tokens']:4} tokens: "

@@ -29,14 +29,13 @@ def pack_rows(
 ) -> Rows:
     """Rows filled up with zeros to whole groups of whole bytes, so that a graph reshapes them
     without asking for their width."""
+    # a row of one group may have any width; several groups are of 32 numbers each
     groups = scales.shape[1]
     group = -(-width // groups) if groups == 1 else 32
     group += -group % 8
     return Rows(
         torch.nn.functional.pad(planes, (0, groups * group // 8 - planes.shape[2])).contiguous(),
-        scales.contiguous(),
-        width,
-        group,
+        scales.contiguous(), width, group,
     )
 
 # %% ../../nbs/onnx/01_step.ipynb #4febf0b3
@@ -47,20 +46,18 @@ def take_rows(
     "The rows of each sequence's slots; a call of the function `Rows` while a model is exported."
     if rows.scales is None: return rows.values[slots]
     shape = (*slots.shape, rows.width)
+    # the exporter has to be told type and shape of what it does not compute
     if torch.onnx.is_in_onnx_export():
         return torch.onnx.ops.symbolic(
-            f"{DOMAIN}::Rows",
-            (rows.values, rows.scales, slots),
+            f"{DOMAIN}::Rows", (rows.values, rows.scales, slots),
             dict(group=[rows.group], width=[rows.width]),
-            dtype=torch.float32,
-            shape=shape,
-            version=1,
+            dtype=torch.float32, shape=shape, version=1,
         )
     at = slots.flatten()
     padded = rows.scales.shape[1] * rows.group
-    return dequantise_groups(rows.values[at], rows.scales[at], padded, rows.group)[
-        :, : rows.width
-    ].view(shape)
+    return dequantise_groups(
+        rows.values[at], rows.scales[at], padded, rows.group
+    )[:, : rows.width].view(shape)
 
 # %% ../../nbs/onnx/01_step.ipynb #9fdaf6d6
 DOMAIN, OPSET = "himalaya", 18 # BitwiseAnd needs 18, which ONNX Runtime has had since 1.14
@@ -138,11 +135,7 @@ def residual(
     "y + Σ v (qᵀx) d over the slots of each sequence."
     if torch.onnx.is_in_onnx_export():
         return torch.onnx.ops.symbolic(
-            f"{DOMAIN}::Residual",
-            (x, y, coefficients, read, write),
-            {},
-            dtype=y.dtype,
-            shape=y.shape,
-            version=1,
+            f"{DOMAIN}::Residual", (x, y, coefficients, read, write), {},
+            dtype=y.dtype, shape=y.shape, version=1,
         )
     return y + ((x @ read.mT) * coefficients) @ write

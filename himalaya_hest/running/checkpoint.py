@@ -29,7 +29,8 @@ from torch import Tensor
 REFUSALS = {  # errno → what happened, and the way out
     errno.ENOSPC: "the disk is full: free some space on it",
     errno.EDQUOT: "your quota of that disk is used up: remove files of yours, or ask for more",
-    errno.EFBIG: "the file would be larger than this process may write: raise the limit (ulimit -f)",
+    errno.EFBIG: "the file would be larger than this process may write: "
+        "raise the limit (ulimit -f)",
     errno.EROFS: "the file system is read-only: mount it writable",
     errno.EACCES: "there is no right to write there: change the folder's rights",
     errno.EPERM: "writing there is not permitted: change the folder's rights",
@@ -48,26 +49,24 @@ class StorageError(OSError):
 @contextlib.contextmanager
 def telling_refusals(
     place: Path, # what is written: a file or a folder
-    # that have to be written; None: of many files, one of which may be refused
-    n_bytes: int | None = None,
+    n_bytes: int | None = None, # to be written; None: many files, one of which may be refused
     kept: str = "", # what is still there
     of: Container[int] = REFUSALS, # the errors meant; where something is read as well, FULL
 ):
     "Turn what a disk refuses into a `StorageError`; any other error passes."
     try: yield
-    except StorageError: raise
+    except StorageError: raise # told already, by a context inside of this one
     except OSError as e:
         if e.errno not in of: raise
-        if n_bytes is None and e.filename:
-            # the one that was refused, where many may be written
-            place = Path(e.filename)
+        # of many files the error knows which one it was
+        if n_bytes is None and e.filename: place = Path(e.filename)
         need = (
             "" if n_bytes is None else f" {n_bytes / 1e6:.3f} MB have to be written{_room(place)}."
         )
         raise StorageError(
             e.errno,
-            f"{place} cannot be written: {REFUSALS[e.errno]}, or choose another place "
-            f"(results_dir, cache_dir).{need} {kept}".rstrip(),
+            f"{place} cannot be written: {REFUSALS[e.errno]}, "
+            f"or choose another place (results_dir, cache_dir).{need} {kept}".rstrip(),
             e.filename,
         ) from e
 
@@ -75,11 +74,9 @@ def telling_refusals(
 def _room(place):
     "Free space where the place lies, in words."
     with contextlib.suppress(OSError, IndexError):
-        return (
-            ", "
-            f"{shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free / 1e6:.3f} "
-            "MB are free"
-        )
+        return f""", {shutil.disk_usage(
+            next(p for p in (place, *place.parents) if p.exists())
+        ).free / 1e6:.3f} MB are free"""
     return ""
 
 # %% ../../nbs/running/06_checkpoint.ipynb #6175064c
@@ -109,13 +106,15 @@ def write_atomic(
     text: str,
 ) -> None:
     "Replace a text file in one step: a reader sees the old one or the new one."
+    # before anything is opened, so that a text that cannot be written changes nothing
     try: data = text.encode()
     except UnicodeEncodeError as e:
         near = ascii(text[max(e.start - 30, 0):e.start + 1])
         raise ValueError(
-            f"{path} is not written: the text {near} ends in half a character, which no "
-            "UTF-8 file can hold; mend the record, name or row that it comes from"
+            f"{path} is not written: the text {near} ends in half a character, "
+            "which no UTF-8 file can hold; mend the record, name or row that it comes from"
         ) from None
+    # a name of this process' own: two that write the same file do not meet
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with telling_refusals(
@@ -127,9 +126,9 @@ def write_atomic(
     finally:
         with contextlib.suppress(OSError): temporary.unlink()
 
+# %% ../../nbs/running/06_checkpoint.ipynb #aca247f2
 def _digest(data): return hashlib.sha256(data).hexdigest()
 
-# %% ../../nbs/running/06_checkpoint.ipynb #aca247f2
 def save_checkpoint(
     folder: str | Path, # holds the checkpoints of one run
     number: int, # grows with each checkpoint of the run
@@ -139,36 +138,32 @@ def save_checkpoint(
 ) -> Path: # the new checkpoint
     "Write a whole checkpoint or none; `StorageError` where the disk refuses. One process a folder."
     folder, target = Path(folder), Path(folder)/f"checkpoint-{number:08d}"
+    # both parts in memory first: their size is known, should the disk refuse
     blob, text = save_safetensors(
         {k: v.detach().to("cpu", copy=True).contiguous() for k, v in tensors.items()}
     ), json.dumps(meta, sort_keys=True)
     before = list_checkpoints(folder)[-1:]
     with (
         telling_refusals(
-            folder,
-            len(blob) + len(text),
-            (
-                f"{before[0].name} is still there, and the same command goes on from it."
-                if before
-                else "There is no checkpoint yet."
-            ),
+            folder, len(blob) + len(text),
+            f"{before[0].name} is still there, and the same command goes on from it."
+            if before else "There is no checkpoint yet.",
         ),
         _cleared(folder),
     ):
         folder.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=_WRITING, dir=folder))
         write_synced(temporary/"state.safetensors", blob)
-        write_synced(
-            temporary / "state.json",
-            json.dumps(
-                dict(meta=text, meta_sha256=_digest(text.encode()), tensors_sha256=_digest(blob))
-            ).encode(),
-        )
+        # the digests are of what was meant to be written, not of what is read back
+        write_synced(temporary / "state.json", json.dumps(dict(
+            meta=text, meta_sha256=_digest(text.encode()), tensors_sha256=_digest(blob)
+        )).encode())
         _sync(temporary)
+        # a folder with something in it cannot be replaced: one of the same number goes first
         if target.exists(): os.replace(target, folder/f"{_WRITING}{target.name}")
         os.replace(temporary, target); _sync(folder)
+        # renamed before they are removed: half a folder never has a checkpoint's name
         for old in list_checkpoints(folder)[:-keep]:
-            # half a folder never has a checkpoint's name
             os.replace(old, folder/f"{_WRITING}{old.name}")
     return target
 
@@ -201,7 +196,7 @@ def read_checkpoint(
         outer = json.loads((path/"state.json").read_bytes())
         blob = (path/"state.safetensors").read_bytes()
         text, digests = outer["meta"], (outer["meta_sha256"], outer["tensors_sha256"])
-        text.encode()
+        text.encode() # fails here, as damage, where it is no text or holds half a character
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"checkpoint {path} cannot be read: {type(e).__name__}: {e}") from e
     if (_digest(text.encode()), _digest(blob)) != digests:
@@ -222,15 +217,15 @@ def latest_checkpoint(
     for path in reversed(there):
         try: return read_checkpoint(path)
         except ValueError as e:
+            # the oldest has none before it
             warnings.warn(
                 f"{e}; the one before it is used" if path != there[0] else str(e),
-                CheckpointWarning,
-                stacklevel=2,
+                CheckpointWarning, stacklevel=2,
             )
     if there:
         raise ValueError(
-            f"{folder} holds no checkpoint that is whole ({len(there)} damaged): restore "
-            "it from a copy, or remove it and begin anew"
+            f"{folder} holds no checkpoint that is whole ({len(there)} damaged): "
+            "restore it from a copy, or remove it and begin anew"
         )
     return None
 
@@ -246,10 +241,10 @@ def random_states() -> dict[str, Tensor]: # names → uint8 or int64 tensors
         "python": torch.tensor(internal, dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
     }
-    return out | {
-        f"cuda.{i}": s
-        for i, s in enumerate(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
-    }
+    # each GPU has a generator of its own
+    return out | {f"cuda.{i}": s for i, s in enumerate(
+        torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    )}
 
 # %% ../../nbs/running/06_checkpoint.ipynb #5bc9f142
 def set_random_states(
@@ -261,6 +256,7 @@ def set_random_states(
     np.random.set_state(
         ("MT19937", states["numpy"].numpy().astype(np.uint32), int(pos), int(has_gauss), cached)
     )
+    # 3 is the version of Python's own form, in which None is no half of a pair
     random.setstate(
         (3, tuple(states["python"].tolist()), *(states["python_gauss"].tolist() or [None]))
     )

@@ -30,34 +30,32 @@ def kernel_of(
 @contextmanager
 def deterministic_kernels(): # yields a set of names, which grows
     "Work in torch's deterministic mode, and collect the kernels that have none."
-    names, strict = (
-        set(),
+    # everything that is set below is put back at the end
+    names, strict = set(), (
         torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
     enabled, always = torch.are_deterministic_algorithms_enabled(), torch.is_warn_always_enabled()
     filled, tuned = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        torch.backends.cudnn.benchmark,
+        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     )
     with warnings.catch_warnings():
+        # each kernel has to be heard every time, also where a filter of others silences it
         for pattern in _TOLD: warnings.filterwarnings("always", message=pattern)
         show = warnings.showwarning
         def note(message, *args, **kw):
             if name := kernel_of(str(message)): names.add(name)
             else: show(message, *args, **kw)
         warnings.showwarning = note
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8") # read when cuBLAS is first used
+        # cuBLAS reads this when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=not strict); torch.set_warn_always(True)
-        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = (
-            False,
-            False,
-        )
+        # cuDNN's benchmark would choose kernels by their time, which varies
+        (torch.utils.deterministic.fill_uninitialized_memory,
+         torch.backends.cudnn.benchmark) = (False, False)
         try: yield names
         finally:
             torch.use_deterministic_algorithms(enabled, warn_only=enabled and not strict)
             torch.set_warn_always(always)
-            torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = (
-                filled,
-                tuned,
-            )
+            (torch.utils.deterministic.fill_uninitialized_memory,
+             torch.backends.cudnn.benchmark) = (filled, tuned)

@@ -29,14 +29,11 @@ class EarlyStopping(StreamHooks):
         for name, n in dict(eval_steps=eval_steps, patience=patience).items():
             if n < 1:
                 raise ValueError(
-                    f"{name} is {n}, expected at least 1; without early stopping leave "
-                    "this hook out"
+                    f"{name} is {n}, expected at least 1; "
+                    "without early stopping leave this hook out"
                 )
         self.adapter, self.score_of, self.eval_steps, self.patience = (
-            adapter,
-            score_of,
-            eval_steps,
-            patience,
+            adapter, score_of, eval_steps, patience
         )
         self.begin("")
     def begin(self, task: str) -> None:
@@ -47,16 +44,19 @@ class EarlyStopping(StreamHooks):
     def after_optimizer_step(self, old): self.step += 1
     def on_step_skipped(self): self.step += 1
     def should_stop(self):
+        # asked between two steps: the one before is finished in every hook
         if self.step and self.step % self.eval_steps == 0: self.evaluate()
         return self.without >= self.patience
     def on_task_end(self, loader):
+        # the last step may be the best, and need not be one of those that are evaluated
         if self.step: self.evaluate()
         if self.best: load_adapter_tensors(self.adapter, self.best)
-        self.best = {}
+        self.best = {} # a copy of the adapter that no checkpoint needs any more
     def evaluate(self) -> None:
         "Score the present step, once."
         if self.history and self.history[-1][0] == self.step: return
         score = undisturbed(self.adapter, lambda: float(self.score_of(self.task)))
+        # NaN is neither better nor worse, so that it would be passed over in silence
         if not math.isfinite(score):
             raise ValueError(
                 f"task {self.task!r} has the score {score} after step {self.step}, "
@@ -97,9 +97,7 @@ def _state_dict(self) -> dict[str, Tensor]:
 def _load_state_dict(self, state: dict[str, Tensor]) -> None:
     self.begin(bytes(state["task"].tolist()).decode())
     self.step, self.without, self.best_score = (
-        int(state["step"]),
-        int(state["without"]),
-        float(state["best_score"]),
+        int(state["step"]), int(state["without"]), float(state["best_score"])
     )
     self.history = [(int(step), score) for step, score in state["history"].tolist()]
     self.best = {

@@ -33,8 +33,8 @@ class SampleCosts:
     adapter: np.ndarray # of directions by their states, or of another adapter
     adapter_fp: np.ndarray # the same with all directions in fp
     controller: np.ndarray
-    # is the scope the blocks: `adapter` is then what all gates and directions change of the
-    # backbone's cost, and below 0 where they save
+    # is the scope the blocks? then `adapter` is what all gates and directions change of the
+    # backbone's cost, below 0 where they save
     of_blocks: bool = False
     @property
     def scope_share(self) -> np.ndarray:
@@ -71,14 +71,13 @@ class CostCounter:
         self.costs = SampleCosts(*(np.zeros(n_samples) for _ in range(5)))
         self.gated = hasattr(adapter.tuner, "gate_costs")
         self.bin_width, self.n_bins, self.passed = max(1, -(-n_positions // n_bins)), n_bins, None
+        # only gates give shares of states that a table could hold
         if self.gated:
             self.costs.of_blocks = "blocks" in adapter.tuner.gate_costs()
             layers = list(adapter.tuner.core().layers)
             self.use = Utilisation(
-                layers,
-                self.bin_width,
-                np.zeros((len(layers), n_bins)),
-                np.zeros((len(layers), n_bins, 3)),
+                layers, self.bin_width,
+                np.zeros((len(layers), n_bins)), np.zeros((len(layers), n_bins, 3)),
                 np.zeros(n_bins),
             )
     def begin(self,
@@ -89,11 +88,9 @@ class CostCounter:
         self.handle = self.adapter.model.get_base_model().register_forward_hook(
             self._seen, with_kwargs=True
         )
-        self.recording = (
-            record_states(self.adapter.tuner, lambda passed: setattr(self, "passed", passed))
-            if self.gated
-            else None
-        )
+        self.recording = record_states(
+            self.adapter.tuner, lambda passed: setattr(self, "passed", passed)
+        ) if self.gated else None
         if self.gated: self.recording.__enter__()
         return self
     def __exit__(self, *error):
@@ -102,9 +99,9 @@ class CostCounter:
     def _seen(self, model, args, kwargs, output):
         ids, mask, cache = (
             kwargs.get("input_ids", args[0] if args else None),
-            kwargs.get("attention_mask"),
-            kwargs.get("past_key_values"),
+            kwargs.get("attention_mask"), kwargs.get("past_key_values"),
         )
+        # after the pass the cache holds its tokens, too
         n_keys = ids.shape[1] if cache is None else cache.get_seq_length()
         if mask is not None and (mask.dim() != 2 or mask.shape[1] != n_keys):
             raise RuntimeError(
@@ -114,25 +111,30 @@ class CostCounter:
         # generate leaves a mask of ones out
         attended = ids.new_ones(len(ids), n_keys, dtype=torch.bool) if mask is None else mask.bool()
         keys, counted = attended.cumsum(1)[:, -ids.shape[1]:], attended[:, -ids.shape[1]:]
-        if n_keys > ids.shape[1]: # decoding: a row that has ended is counted no more
+        # decoding: a row that has ended is counted no more
+        if n_keys > ids.shape[1]:
             ended = torch.isin(ids, self.ends.to(ids.device)).any(1)
             self.over = ended if self.over is None else self.over | ended
             counted = counted & ~self.over[:, None]
+        # the head sees only the tokens whose logits were asked for
         self._add(keys, counted, counted[:, -output.logits.shape[1]:])
 
 # %% ../../nbs/running/12_energy.ipynb #ecfb6b4f
 def _add(self, keys, counted, headed):
     """Add a forward pass: keys (b, n) that its tokens see, which of them count, and of the last of
     them, which went through the head, those that count."""
+    # several rows, such as beams, may be of one sample
     add = lambda total, per_row: np.add.at(total, self.samples, per_row.double().cpu().numpy())
     tokens, c = counted.sum(1), self.costs
     add(c.tokens, tokens)
+    # `linear` has the head in it, for each token
     bare = (
         self.cost.linear * tokens.double()
         - self.cost.head * (tokens - headed.sum(1)).double()
         + self.cost.attention_per_key * (keys * counted).sum(1)
     )
     add(c.backbone, bare)
+    # without gates every token costs the same
     if not self.gated:
         add(c.adapter, self.extra * tokens.double())
         add(c.adapter_fp, self.extra * tokens.double())
@@ -152,9 +154,7 @@ def _use(self, gates, keys, counted):
     "Add to the table of layers and positions."
     bins = (
         ((keys - 1).clamp(min=0) // self.bin_width)
-        .clamp(max=self.n_bins - 1)[counted]
-        .cpu()
-        .numpy()
+        .clamp(max=self.n_bins - 1)[counted].cpu().numpy()
     )
     np.add.at(self.use.n_tokens, bins, 1)
     for row, share in gates.shares.items():
@@ -200,6 +200,7 @@ def count_answers(
     longest = max(len(p["input_ids"]) for p in task.prompts[:n]) + task.max_new_tokens
     adapter.model.eval()
     with CostCounter(adapter, cost, n, stop_ids(tokenizer), extra, longest) as counter:
+        # beams do not show when their row has ended, so each row is alone with its own
         for batch in evaluation_batches(
             [task], batch_size if num_beams == 1 else 1, tokenizer, {(0, j) for j in range(n)}
         ):
@@ -239,10 +240,12 @@ def measured_joules(
     """Joules of a sample by a counter, in turns with the bare backbone; `RuntimeError` where it
     stands still."""
     n = len(task.prompts) if max_samples is None else min(max_samples, len(task.prompts))
+    # made before a window opens: collating is no part of an answer
     batches = evaluation_batches([task], batch_size, tokenizer, {(0, j) for j in range(n)})
     def answers(): [answer_batch(adapter, b, tokenizer, num_beams) for b in batches]
     def bare():
         with adapter.model.disable_adapter(): answers()
+    # turns spread what drifts, such as the temperature, over both
     ours, theirs = measure_interleaved(
         meter, {"adapter": answers, "bare": bare}, rounds, min_s, cool_down_s
     )
@@ -264,14 +267,16 @@ def latencies_ms(
     n_samples: int = 60, # rows in turns
     new_tokens: int = 16, # exactly
     batch_size: int = 1, # rows of a request
-) -> tuple[np.ndarray, np.ndarray]: # of requests (n,), of steps of decoding (n · (new_tokens − 1),); by `clock_of`
+) -> tuple[np.ndarray, np.ndarray]: # requests (n,), steps of decoding (n · (new_tokens − 1),)
     """Time of ⌈n_samples / batch_size⌉ requests and of each of their steps of decoding; one more
     before them warms up."""
-    device, collate = next(adapter.model.parameters()).device, Collator(
-        tokenizer, padding_side="left"
+    device, collate = (
+        next(adapter.model.parameters()).device, Collator(tokenizer, padding_side="left")
     )
+    # a GPU works on after a call has returned: each reading of the clock waits for it
     wait = (lambda: torch.cuda.synchronize()) if device.type == "cuda" else (lambda: None)
     ends, samples, tokens, now = [], [], [], getattr(time, clock_of(device.type))
+    # the end of each forward pass; what lies between two of them is a step of decoding
     def mark(*_): wait(); ends.append(now())
     handle = adapter.model.get_base_model().register_forward_hook(mark)
     try:
@@ -284,6 +289,7 @@ def latencies_ms(
             start = now()
             answer_batch(adapter, batch, tokenizer, exactly=new_tokens)
             wait()
+            # the first request warms up
             if k: samples.append(1e3 * (now() - start)); tokens += (1e3 * np.diff(ends)).tolist()
     finally: handle.remove()
     return np.array(samples), np.array(tokens)
@@ -307,22 +313,22 @@ def latency_parts(
 ) -> list[dict]: # one a batch size; empty where nothing is timed
     "Percentiles of the latency at each batch size, as they stand in a record."
     parts = []
+    # no samples: the run asked for no times
     for b in settings["latency_batch_sizes"] if settings["latency_samples"] else []:
         requests, steps = latencies_ms(
             adapter, task, tokenizer, settings["latency_samples"], settings["latency_new_tokens"], b
         )
-        parts.append(
-            dict(
-                samples=percentiles(requests),
-                decoded_tokens=percentiles(steps),
-                n_samples=len(requests),
-                n_tokens=len(steps),
-                new_tokens=settings["latency_new_tokens"],
-                batch_size=b,
-                num_beams=1,
-                clock=clock_of(next(adapter.model.parameters()).device.type),
-            )
-        )
+        # how many stand behind a percentile, and which clock, belong to it
+        parts.append(dict(
+            samples=percentiles(requests),
+            decoded_tokens=percentiles(steps),
+            n_samples=len(requests),
+            n_tokens=len(steps),
+            new_tokens=settings["latency_new_tokens"],
+            batch_size=b,
+            num_beams=1,
+            clock=clock_of(next(adapter.model.parameters()).device.type),
+        ))
     return parts
 
 # %% ../../nbs/running/12_energy.ipynb #e762ad74
@@ -340,21 +346,13 @@ def energy_part(
     costs, use = count_answers(
         adapter, task, tokenizer, cost, batch_size, num_beams, settings["max_samples"]
     )
-    measured = (
-        None
-        if meter.source == "none"
-        else measured_joules(
-            meter,
-            adapter,
-            task,
-            tokenizer,
-            batch_size,
-            num_beams,
-            settings["max_samples"],
-            settings["min_window_s"],
-        )
+    # a second generation: hooks that count would cost energy themselves
+    measured = None if meter.source == "none" else measured_joules(
+        meter, adapter, task, tokenizer, batch_size, num_beams,
+        settings["max_samples"], settings["min_window_s"],
     )
     timed = latency_parts(adapter, task, tokenizer, settings)
+    # only gates have a scope, and a controller
     scope = costs.scope_share if use is not None else None
     summary = dict(
         mean_joules_per_sample=(
@@ -365,12 +363,10 @@ def energy_part(
         energy_share_max=float(costs.energy_share.max()),
         scope_energy_share=None if scope is None else float(scope.mean()),
         scope_energy_share_max=None if scope is None else float(scope.max()),
-        **{
-            f"latency_{k}_ms": v
-            for k, v in (
-                timed[0]["samples"] if timed else dict.fromkeys(("p50", "p95", "p99"))
-            ).items()
-        },
+        # of the first batch size; without times the names are there and empty
+        **{f"latency_{k}_ms": v for k, v in (
+            timed[0]["samples"] if timed else dict.fromkeys(("p50", "p95", "p99"))
+        ).items()},
         controller_parameters=adapter.tuner.controller_parameters() if use is not None else 0,
     )
     return summary, _details(adapter, costs, use, measured, timed)
@@ -392,18 +388,18 @@ def _details(adapter, costs, use, measured, timed):
             controller=float(costs.controller.mean()),
         ),
     )
+    # the first batch size stands for the run, as it does in the summary
     if timed: out["latency_ms"] = timed[0]
     if timed[1:]: out["latency_ms_batched"] = timed[1:]
+    # what follows only gates have
     if use is None: return out
     n = np.maximum(use.n_tokens, 1)
     out |= dict(scope_energy_share=short(costs.scope_share), gate_costs=adapter.tuner.gate_costs())
     if not use.layers: return out # everything is in one state
-    return out | dict(
-        utilisation=dict(
-            layers=use.layers,
-            bin_width=use.bin_width,
-            n_tokens=short(use.n_tokens, 0),
-            cost=short(use.cost / n),
-            states=short(use.states / n[:, None]),
-        )
-    )
+    return out | dict(utilisation=dict(
+        layers=use.layers,
+        bin_width=use.bin_width,
+        n_tokens=short(use.n_tokens, 0),
+        cost=short(use.cost / n),
+        states=short(use.states / n[:, None]),
+    ))

@@ -54,17 +54,12 @@ def evaluation_task(
         {k: v for k, v in prompt_row(r).items() if marks_instruction or k != "instruction_mask"}
         for r in rows
     ]
+    # the cap of a run only lowers what a task asks for
     cap = min(task.max_new_tokens, max_new_tokens or task.max_new_tokens)
     tests = tuple(r["tests"] for r in rows) if task.metric == "pass_at_1" else ()
     return EvaluationTask(
-        task.name,
-        task.metric,
-        cap,
-        tuple(prompts),
-        tuple(tuple(r["references"]) for r in rows),
-        task.metric_labels,
-        tuple(r["language"] for r in rows),
-        tests,
+        task.name, task.metric, cap, tuple(prompts), tuple(tuple(r["references"]) for r in rows),
+        task.metric_labels, tuple(r["language"] for r in rows), tests,
     )
 
 # %% ../../nbs/running/10_evaluation.ipynb #1ab12d9d
@@ -75,14 +70,15 @@ def evaluation_batches(
     wanted: set | None = None, # pairs (task, row); None: all
 ) -> list[dict]: # model inputs, left padded, beside `rows` [(task, row)] and `max_new_tokens`
     "Pool the prompts of all tasks into batches of like length."
+    # task and row at the end make the order, and so each batch, the same every time
     rows = sorted(
         (t.max_new_tokens, len(p["input_ids"]), i, j)
-        for i, t in enumerate(tasks)
-        for j, p in enumerate(t.prompts)
+        for i, t in enumerate(tasks) for j, p in enumerate(t.prompts)
         if wanted is None or (i, j) in wanted
     )
     groups, collate = [], Collator(tokenizer, padding_side="left")
     for row in rows:
+        # a batch ends where it is full, or where the cap changes
         if not groups or len(groups[-1]) == batch_size or row[0] != groups[-1][0][0]:
             groups.append([])
         groups[-1].append(row)
@@ -99,19 +95,15 @@ def generate_batch(
     tokenizer, # for its stop and padding tokens
     takes_masks: bool, # does this adapter take prompt_mask and instruction_mask?
     num_beams: int = 1,
-    # generated tokens; None: as many as the model gives, up to the batch's cap
-    exactly: int | None = None,
+    exactly: int | None = None, # generated tokens; None: as many as come, up to the batch's cap
 ) -> Tensor: # (rows, prompt and generated tokens)
     "Generate without drawing, and without what a backbone's own generation config asks for."
     from transformers import GenerationConfig
+    # a config of its own: those of many backbones draw, or penalise repetitions
     config = GenerationConfig(
-        do_sample=False,
-        repetition_penalty=1.0,
-        num_beams=num_beams,
-        max_new_tokens=exactly or batch["max_new_tokens"],
-        min_new_tokens=exactly,
-        eos_token_id=stop_ids(tokenizer),
-        pad_token_id=pad_id(tokenizer),
+        do_sample=False, repetition_penalty=1.0, num_beams=num_beams,
+        max_new_tokens=exactly or batch["max_new_tokens"], min_new_tokens=exactly,
+        eos_token_id=stop_ids(tokenizer), pad_token_id=pad_id(tokenizer),
     )
     with torch.no_grad():
         return model.generate(
@@ -137,8 +129,7 @@ def answer_keys(
     adapter: Adapter,
     task: EvaluationTask,
     tokenizer,
-    # prompts read at once; always the same batches, so that no rounding differs
-    batch_size: int = 64,
+    batch_size: int = 64, # prompts at once; always the same batches, so that no rounding differs
 ) -> list[str] | None: # one digest per row; None where the adapter cannot tell
     "What acts on the answer to each row."
     if not hasattr(adapter.tuner, "answer_keys"): return None
@@ -165,9 +156,9 @@ def _generated(adapter, batches, tokenizer, num_beams):
 def _unchanged(keys, known, n):
     "Per row the kept answer where its digest is the same, else None."
     if keys is None: return [None] * n
-    return [answer if key == digest else None for key, (digest, answer) in zip(keys, known)] + [
-        None
-    ] * (n - len(known))
+    return [
+        answer if key == digest else None for key, (digest, answer) in zip(keys, known)
+    ] + [None] * (n - len(known))
 
 # %% ../../nbs/running/10_evaluation.ipynb #3292f469
 def generate_answers(
@@ -182,20 +173,22 @@ def generate_answers(
 ) -> list[list[str]]: # per task, per row
     "Answers to all rows of the tasks."
     adapter.model.eval()
+    # a tuner has to read the prompts for its digests: asked only where answers are kept
     keys = [answer_keys(adapter, t, tokenizer) if kept is not None else None for t in tasks]
     answers = [
         _unchanged(k, (kept or {}).get(t.name, []), len(t.prompts)) for t, k in zip(tasks, keys)
     ]
+    # None stands for what has to be generated; an empty text is an answer
     wanted = {(i, j) for i, row in enumerate(answers) for j, a in enumerate(row) if a is None}
     for i, j, text in _generated(
         adapter, evaluation_batches(tasks, batch_size, tokenizer, wanted), tokenizer, num_beams
     ):
         answers[i][j] = text.strip()
+    # plain lists, since a checkpoint writes them as JSON
     if kept is not None:
         kept |= {
             t.name: [list(pair) for pair in zip(k, a)]
-            for t, k, a in zip(tasks, keys, answers)
-            if k is not None
+            for t, k, a in zip(tasks, keys, answers) if k is not None
         }
     log.info("%d of %d answers generated", len(wanted), sum(map(len, answers)))
     return answers
@@ -204,7 +197,7 @@ def generate_answers(
 def program_outcomes(
     tasks: list[EvaluationTask],
     answers: list[list[str]], # per task, per row
-) -> dict[str, list[str]]: # task → how the program of each row ended; only tasks scored by pass_at_1
+) -> dict[str, list[str]]: # task → how each row's program ended; only tasks scored by pass_at_1
     "Run the programs in the answers against their tests, all in one sandbox, in one process."
     return json.loads(on_main(lambda: json.dumps(_run_here(tasks, answers)).encode()))
 
@@ -212,15 +205,10 @@ def program_outcomes(
 def _run_here(tasks, answers):
     run = [(t, row) for t, row in zip(tasks, answers) if t.metric == "pass_at_1"]
     if not run: return {}
-    ended = iter(
-        run_programs(
-            [
-                (program_of(a), tests)
-                for t, row in run
-                for a, tests in zip(row, t.tests, strict=True)
-            ]
-        ).outcomes
-    )
+    ended = iter(run_programs([
+        (program_of(a), tests)
+        for t, row in run for a, tests in zip(row, t.tests, strict=True)
+    ]).outcomes)
     return {t.name: [next(ended).status for _ in row] for t, row in run}
 
 # %% ../../nbs/running/10_evaluation.ipynb #9dcc908f
@@ -232,32 +220,26 @@ def evaluate(
     kept: dict | None = None, # see `generate_answers`
     rows: dict | None = None, # task → per row [answer, value], brought up to date; None: not wanted
     num_beams: int = 1, # see `greedy`
-) -> tuple[dict, dict]: # task → metrics, with "score" in [0, 1] among them; task → {labels, counts}, for tasks with labels
+) -> tuple[dict, dict]: # task → metrics, among them "score" in [0, 1]; task → {labels, counts}
     "Generate and score tasks, and count which label was taken for which."
     answers = generate_answers(adapter, tasks, tokenizer, batch_size, kept, num_beams)
     ended = program_outcomes(tasks, answers)
+    # tuples, by which scores are found again
     scored = {
         t.name: _scored(
-            t.metric,
-            tuple(a),
-            t.references,
-            t.labels,
-            t.languages,
+            t.metric, tuple(a), t.references, t.labels, t.languages,
             tuple(ended[t.name]) if t.name in ended else None,
         )
         for t, a in zip(tasks, answers)
     }
     if rows is not None:
         rows |= {
-            t.name: [
-                list(x)
-                for x in zip(
-                    a,
-                    row_values(t.metric, a, t.references, t.labels, t.languages, ended.get(t.name)),
-                )
-            ]
+            t.name: [list(x) for x in zip(a, row_values(
+                t.metric, a, t.references, t.labels, t.languages, ended.get(t.name)
+            ))]
             for t, a in zip(tasks, answers)
         }
+    # copies: whoever changes what they get must not change what is cached
     return {n: dict(s) for n, (s, _) in scored.items()}, {
         n: copy.deepcopy(c) for n, (_, c) in scored.items() if c is not None
     }
@@ -268,11 +250,7 @@ def evaluate(
 def _scored(metric, answers, references, labels, languages, outcomes):
     "Metrics of one task, and where it has labels their counts."
     metrics = score(
-        metric,
-        list(answers),
-        references,
-        labels=labels,
-        languages=languages,
+        metric, list(answers), references, labels=labels, languages=languages,
         outcomes=None if outcomes is None else list(outcomes),
     )
     if metric != "label_accuracy": return metrics, None
@@ -291,20 +269,20 @@ def cpu_latency_overhead(
     if next(adapter.model.parameters()).device.type != "cpu" or pairs == 0: return None
     collate = Collator(tokenizer, padding_side="left")
     rows = [collate([p]) for p in task.prompts[:pairs]]
+    # the same number of tokens each time, whatever the two models would say
     def timed(batch):
         start = time.process_time()
         with torch.no_grad():
             adapter.model.generate(
-                **model_inputs(batch, adapter.takes_masks),
-                do_sample=False,
-                min_new_tokens=new_tokens,
-                max_new_tokens=new_tokens,
+                **model_inputs(batch, adapter.takes_masks), do_sample=False,
+                min_new_tokens=new_tokens, max_new_tokens=new_tokens,
                 pad_token_id=pad_id(tokenizer),
             )
         return time.process_time() - start
+    # in turns, so that a machine that grows slower does so for both; the first pair warms up
     with_, without = [], []
     for k in range(pairs + 1):
         batch = rows[k % len(rows)]
         with_.append(timed(batch))
         with adapter.model.disable_adapter(): without.append(timed(batch))
-    return float(np.median(with_[1:]) / np.median(without[1:]) - 1) # the first pair warms up
+    return float(np.median(with_[1:]) / np.median(without[1:]) - 1)

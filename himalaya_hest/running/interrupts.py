@@ -29,7 +29,9 @@ class Interrupts:
     step; `arrived` is the one that waits, or None."""
     def __init__(self): self.arrived, self._waits, self._replaced = None, False, {}
     def __enter__(self):
+        # Python lets only the main thread set handlers
         if threading.current_thread() is threading.main_thread():
+            # who handles a signal in a way of their own keeps it
             self._replaced = {
                 n: usual for n, usual in _USUAL.items() if signal.getsignal(n) == usual
             }
@@ -38,15 +40,14 @@ class Interrupts:
             for n in self._replaced: signal.signal(n, self._handle)
         return self
     def __exit__(self, kind, error, traceback):
+        # with its own handler back, the signal now does what it was sent for
         for n, usual in self._replaced.items(): signal.signal(n, usual)
         if isinstance(error, Terminated): os.kill(os.getpid(), error.code - 128)
     def _handle(self, number, frame):
         if not self._waits or self.arrived is not None: self._raise(number)
         self.arrived = number
-        log.info(
-            "%s: the run stops after this step; once more stops it at once",
-            signal.Signals(number).name,
-        )
+        log.info("%s: the run stops after this step; once more stops it at once",
+                 signal.Signals(number).name)
     def _raise(self, number):
         if number == signal.SIGINT: raise KeyboardInterrupt
         raise Terminated(128 + number)

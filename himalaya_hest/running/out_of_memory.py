@@ -28,34 +28,30 @@ def what_to_lower(
     "The parameters that decide about memory in a part of a run, with their values."
     t, e = config["training"], config["evaluation"]
     n, k = t["per_device_train_batch_size"], t["gradient_accumulation_steps"]
+    # the one change that costs nothing but time comes first
     batch = (
         f"training.per_device_train_batch_size to {n // 2} with "
-        f"training.gradient_accumulation_steps at {2 * k} (now {n} and {k}; the update "
-        "stays the same)"
-        if n > 1
-        else ""
-    )
+        f"training.gradient_accumulation_steps at {2 * k} "
+        f"(now {n} and {k}; the update stays the same)"
+    ) if n > 1 else ""
+    # weights of the backbone take memory in every part of a run
     smaller = [
         ("quantisation to nf4 (now none)", config["quantisation"] == "none"),
         ("dtype to bfloat16", config["dtype"] != "bfloat16"),
     ]
+    # pairs: what to lower, and whether it still can be
     by = dict(
         training=[
             (batch, n > 1),
             ("training.gradient_checkpointing to true", not t["gradient_checkpointing"]),
             ("training.bf16 to true", not t["bf16"]),
-            (
-                "training.max_length (now "
-                f"{t['max_length'] or 'the smaller of 1024 and the context'})",
-                True,
-            ),
+            ("training.max_length "
+             f"(now {t['max_length'] or 'the smaller of 1024 and the context'})", True),
             *smaller,
         ],
         evaluation=[
-            (
-                f"evaluation.per_device_eval_batch_size (now {e['per_device_eval_batch_size']})",
-                e["per_device_eval_batch_size"] > 1,
-            ),
+            (f"evaluation.per_device_eval_batch_size (now {e['per_device_eval_batch_size']})",
+             e["per_device_eval_batch_size"] > 1),
             (f"evaluation.num_beams (now {e['num_beams']})", e["num_beams"] > 1),
             (f"evaluation.max_new_tokens (now {e['max_new_tokens'] or 'as the tasks say'})", True),
             *smaller,
@@ -74,9 +70,9 @@ def telling_memory(
     try: yield
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e): raise
-        where = dict(loading="loading the backbone", training="training", evaluation="evaluating")[
-            doing()
-        ]
+        where = dict(
+            loading="loading the backbone", training="training", evaluation="evaluating"
+        )[doing()]
         raise type(e)(
             f"out of memory while {where} "
             f"({str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}). "

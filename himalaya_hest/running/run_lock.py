@@ -50,9 +50,10 @@ def held_by(
     lease = SoftFileLease(path, lease_duration=lease_s)
     if not (who := owner_text(lease)): return ""
     if on_this_machine(lease):
+        # signal 0 reaches nobody, and fails where there is nobody to reach
         try: os.kill(lease.owner.pid, 0)
         except (ProcessLookupError, AttributeError): return ""
-        except PermissionError: pass
+        except PermissionError: pass # somebody else's process, but there
         return who
     with suppress(OSError):
         if time.time() - path.stat().st_mtime < 2 * lease_s: return who
@@ -69,9 +70,8 @@ class RunLock:
         now = owner_text(self.lease)
         raise RunTaken(
             f"this process no longer holds {self.lease.lock_file} "
-            f"({lost.reason}{'; now ' + now if now else ''}), "
-            "so it stops without writing. It was without a sign of life for too long, or "
-            "the file was removed."
+            f"({lost.reason}{'; now ' + now if now else ''}), so it stops without writing. "
+            "It was without a sign of life for too long, or the file was removed."
         )
 
 # %% ../../nbs/running/07_run_lock.ipynb #13c7d237
@@ -99,24 +99,22 @@ def _take(lease, path, wait, tell):
         lease.acquire(timeout=.2, poll_interval=.02)
         return False
     except Timeout: who = owner_text(lease)
+    # an owner that is gone, and still the lock was not to be had
     if who and not held_by(path, lease.lease_duration): _refuse_left_over(path, who)
+    # whether an owner elsewhere lives only its heartbeat can tell
     if wait or not on_this_machine(lease):
-        tell(
-            f"{path} is held by {who or 'nobody that can be read'}: "
-            + (
-                "it is waited for"
-                if wait
-                else f"up to {1.5 * lease.lease_duration:.0f} s are waited for a sign of life"
-            )
-        )
+        tell(f"{path} is held by {who or 'nobody that can be read'}: " + (
+            "it is waited for" if wait
+            else f"up to {1.5 * lease.lease_duration:.0f} s are waited for a sign of life"
+        ))
         try:
             lease.acquire(timeout=-1 if wait else 1.5 * lease.lease_duration)
             return True
         except Timeout: who = owner_text(lease)
     raise RunTaken(
-        f"{path} is held by {who or 'a file that is no lock of this package'}: another "
-        "process works on this run. Wait for it or stop it (then the same command goes on "
-        "from its checkpoint), "
+        f"{path} is held by {who or 'a file that is no lock of this package'}: "
+        "another process works on this run. "
+        "Wait for it or stop it (then the same command goes on from its checkpoint), "
         "or give another run_id. If it is surely gone, remove the file."
     )
 
@@ -128,8 +126,8 @@ def _refuse_left_over(path, who):
         why = REFUSALS.get(e.errno, e.strerror)
         raise StorageError(
             e.errno,
-            f"{path} is left over from {who}, which is gone, and cannot be removed: {why}, "
-            "or choose another results_dir",
+            f"{path} is left over from {who}, which is gone, "
+            f"and cannot be removed: {why}, or choose another results_dir",
             str(path),
         ) from e
 
@@ -146,6 +144,7 @@ class Leases:
         for name in self.known: self.release(name)
     def take(self, name: str) -> bool:
         "Hold a lock, at once or not at all."
+        # the same object at each look: it knows how long it has watched the owner
         lease = self.known.setdefault(
             name, SoftFileLease(self.folder / f"{name}.lock", lease_duration=self.lease_s)
         )

@@ -48,7 +48,7 @@ def micro_batches(
     n_batches: int, # micro-batches of an epoch
     accumulation: int, # micro-batches of an optimiser step
     start_step: int = 0, # first optimiser step
-) -> Iterator[list[dict]]: # the micro-batches of each step; the last step of an epoch may have fewer
+) -> Iterator[list[dict]]: # the micro-batches of each step; the last of an epoch may have fewer
     "Groups of micro-batches, one group an optimiser step, epoch after epoch without end."
     per_epoch = -(-n_batches // accumulation)
     epoch, step = divmod(start_step, per_epoch)
@@ -57,6 +57,7 @@ def micro_batches(
         for batch in make_loader(epoch, step * accumulation):
             group.append(batch)
             if len(group) == accumulation: yield group; group = []
+        # a step never takes rows of two epochs: their orders are drawn apart
         if group: yield group
         epoch, step = epoch + 1, 0
 
@@ -83,6 +84,7 @@ def make_optimizer(
     else: groups = [dict(params=[p for p in adapter.model.parameters() if p.requires_grad])]
     if not any(g["params"] for g in groups):
         raise ValueError(f"adapter {adapter.name} has no trainable parameter")
+    # what a group says itself goes before the common settings
     betas = training["adam_beta1"], training["adam_beta2"]
     return torch.optim.AdamW(
         [dict(lr=lr, weight_decay=decay, betas=betas) | g for g in groups], fused=True
@@ -125,14 +127,11 @@ class TaskState:
         return optimizer_state(self.optimizer) if self.optimizer else {}
     def meta(self) -> dict:
         return dict(
-            step=self.step,
-            skipped=self.skipped,
-            skipped_in_a_row=self.skipped_in_a_row,
-            scheduler=(
-                {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"}
-                if self.scheduler
-                else None
-            ),
+            step=self.step, skipped=self.skipped, skipped_in_a_row=self.skipped_in_a_row,
+            # the schedule's functions are no JSON; they are made again from the parameters
+            scheduler={
+                k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"
+            } if self.scheduler else None,
         )
 
 # %% ../../nbs/running/08_training.ipynb #fc2720a1
@@ -144,9 +143,11 @@ def _prepare(adapter, training, n_steps, state):
     )
     if state.restored:
         load_optimizer_state(state.optimizer, state.restored["tensors"])
+        # None leaves each group the function that it has just been given
         state.scheduler.load_state_dict(
             state.restored["scheduler"] | {"lr_lambdas": [None] * len(state.optimizer.param_groups)}
         )
+        # a schedule writes its rates only when it steps
         for g, lr in zip(state.optimizer.param_groups, state.scheduler.get_last_lr()): g["lr"] = lr
         state.restored = {}
 
@@ -159,21 +160,20 @@ def diverged_text(
     training: dict, # resolved training parameters
 ) -> str:
     "Why a run stops, and what can be changed."
+    # whether the checkpoint is still of use
     broken = not all(
         bool(p.isfinite().all()) for g in state.optimizer.param_groups for p in g["params"]
     )
     why = (
-        "the weights themselves are no longer finite, so that going on from here cannot " "help"
-        if broken
-        else "the weights are still finite"
+        "the weights themselves are no longer finite, so that going on from here cannot help"
+        if broken else "the weights are still finite"
     )
     return (
-        f"the {wrong} was not finite in {state.skipped_in_a_row} steps in a row, the last "
-        f"of them step {state.step} of the task; {why}. Lower training.learning_rate (now "
-        f"{training['learning_rate']}) "
-        "or training.max_grad_norm (now "
-        f"{training['max_grad_norm']}){', or set training.bf16 to false' if training['bf16'] else ''}, "
-        "under another run_id"
+        f"the {wrong} was not finite in {state.skipped_in_a_row} steps in a row, "
+        f"the last of them step {state.step} of the task; {why}. "
+        f"Lower training.learning_rate (now {training['learning_rate']}) "
+        f"or training.max_grad_norm (now {training['max_grad_norm']})"
+        f"{', or set training.bf16 to false' if training['bf16'] else ''}, under another run_id"
     )
 
 # %% ../../nbs/running/08_training.ipynb #5a0efae2
@@ -211,16 +211,13 @@ def add_up(
 ) -> float: # of the step
     "Bring together what several processes found in a step."
     if num_processes() == 1: return loss
+    # zeros stand in for a gradient that this process lacks and another may have
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    total, has, *rest = summed(
-        [
-            torch.tensor(loss, dtype=torch.float64, device=parameters[0].device),
-            has,
-            *grads,
-            *(t - before[n] for n, t in sums.items()),
-        ]
-    )
+    total, has, *rest = summed([
+        torch.tensor(loss, dtype=torch.float64, device=parameters[0].device), has, *grads,
+        *(t - before[n] for n, t in sums.items()),
+    ])
     for p, g, n in zip(parameters, rest, has.tolist()): p.grad = g if n else None
     for (n, t), more in zip(sums.items(), rest[len(parameters):]): t.copy_(before[n] + more)
     return float(total)
@@ -232,9 +229,10 @@ def train_step(
     group: list[dict], # micro-batches of this step, those of all processes
     training: dict, # resolved training parameters
     accelerator, # accelerate.Accelerator
-) -> tuple[float, str]: # loss of the step, before extra terms; "loss" or "gradient" where that was not finite and nothing was updated
+) -> tuple[float, str]: # loss before extra terms; "loss" or "gradient" where that was not finite
     "Forward, backward, hooks, clipping and update of one optimiser step."
     hooks, trained = adapter.hooks, [p for g in optimizer.param_groups for p in g["params"]]
+    # copies from before the step: of what hooks compare with afterwards, and of what they count
     old, sums = (
         {n: p.detach().clone() for n, p in named.items()}
         for named in (hooks.tracked_parameters(), hooks.step_sums() if num_processes() > 1 else {})
@@ -243,18 +241,16 @@ def train_step(
         trained, hooks.step_sums(), sums, pass_through(adapter, group, training, accelerator)
     )
     wrong = (
-        "loss"
-        if not math.isfinite(total)
+        "loss" if not math.isfinite(total)
         else "" if gradient_norm(trained).isfinite() else "gradient"
     )
     if not wrong:
         hooks.after_backward()
         # a hook may have spoilt it
-        wrong = (
-            ""
-            if torch.nn.utils.clip_grad_norm_(trained, training["max_grad_norm"]).isfinite()
-            else "gradient"
-        )
+        wrong = "" if torch.nn.utils.clip_grad_norm_(
+            trained, training["max_grad_norm"]
+        ).isfinite() else "gradient"
+    # whatever is not finite moves no weight; the hooks hear of it in either case
     if not wrong: optimizer.step()
     optimizer.zero_grad()
     hooks.on_step_skipped() if wrong else hooks.after_optimizer_step(old)
@@ -269,10 +265,12 @@ def pass_through(
 ) -> float: # sum of the losses, before extra terms
     "Forward and backward of this process' micro-batches of a step."
     hooks, device, total = adapter.hooks, accelerator.device, 0.
+    # counted over all micro-batches, so that each weighs what it would in one large batch
     n_targets = max(1, sum(int((b["labels"][:, 1:] != -100).sum()) for b in group))
     n_tokens = [int(b["attention_mask"].sum()) for b in group]
-    own, key = range(process_index(), len(group), num_processes()), (
-        step_key(device) if len(group) > 1 else None
+    own, key = (
+        range(process_index(), len(group), num_processes()),
+        step_key(device) if len(group) > 1 else None,
     )
     for i in own:
         batch, labels = group[i], group[i]["labels"].to(device)
@@ -283,15 +281,16 @@ def pass_through(
                 )
             loss = target_loss(logits, targets, n_targets)
             total += float(loss.detach())
+            # once a step and process, and of the same rows in each
             extra = hooks.extra_loss(adapter.model, group[0]) if i == own[0] else None
             terms = [
                 extra if i == 0 else None,
                 hooks.micro_batch_loss(adapter.model, batch, n_tokens[i] / sum(n_tokens)),
             ]
+            # one backward pass for all terms: the graph is freed with it
             accelerator.backward(sum((t for t in terms if t is not None), loss))
-    if not own:
-        # told in every process; it counts in the first
-        hooks.extra_loss(adapter.model, group[0])
+    # a process without a micro-batch calls it too, so that hooks stay alike everywhere
+    if not own: hooks.extra_loss(adapter.model, group[0])
     return total
 
 # %% ../../nbs/running/08_training.ipynb #7dbd3e1c
@@ -314,8 +313,8 @@ def train_task(
     state = state or TaskState()
     n_steps = steps_of_task(n_batches, training)
     _prepare(adapter, training, n_steps, state)
+    # a run that was given up is given up again, and does not get five more steps
     if state.skipped_in_a_row >= MAX_SKIPPED:
-        # taken up where it was given up
         raise FloatingPointError(diverged_text(state, "loss or gradient", training))
     adapter.model.train()
     groups = micro_batches(make_loader, n_batches, micro_batches_of_step(training), state.step)
@@ -323,9 +322,10 @@ def train_task(
         state.loss, wrong = train_step(
             adapter, state.optimizer, next(groups), training, accelerator
         )
-        state.skipped, state.skipped_in_a_row = state.skipped + bool(wrong), (
-            state.skipped_in_a_row + 1
-        ) * bool(wrong)
+        # the second counter falls back to 0 with the first good step
+        state.skipped, state.skipped_in_a_row = (
+            state.skipped + bool(wrong), (state.skipped_in_a_row + 1) * bool(wrong)
+        )
         state.scheduler.step()
         state.step += 1
         on_step(state)
