@@ -21,14 +21,14 @@ from ..running.config import checked_parameters, plain_name
 from ..measures.continual import evaluated_rows, retained_accuracy
 from ..measures.energy import joules_source
 from himalaya_hest.compare.pairs import (
-    FEWEST, bca_interval, by_pair, is_number, median_interval, method_of,
+    FEWEST, bca_interval, by_pair, is_number, median_interval, method_of
 )
 from himalaya_hest.measures.records import (
     Table, check_record, finished_runs, is_complete, load_record, load_records, readable,
     record_path, run_role, same_world, summary_table, task_table,
 )
 from himalaya_hest.compare.figures import (
-    DARK, LIGHT, MIDDLE, Chart, new_figure, no_curve, plain_axes, run_charts, run_report,
+    DARK, LIGHT, MIDDLE, Chart, new_figure, no_curve, plain_axes, run_charts, run_report
 )
 from himalaya_hest.compare.standings import (
     CHANCE, MAIN_PAIRS, _mean_of, chance_runs, chance_scores, exploratory_table, grouped_table,
@@ -204,8 +204,7 @@ def _by_mean(records, key):
     out."""
     found = (
         (
-            m,
-            [v for r in runs.values() if is_number(v := r["summary"].get(key))],
+            m, [v for r in runs.values() if is_number(v := r["summary"].get(key))],
             run_role(next(iter(runs.values()))),
         )
         for m, runs in by_pair(records).items()
@@ -222,23 +221,14 @@ def _draw_band(axes, name, x, curves):
     if len(curves) > 1:
         axes.fill_between(x, *bands.T, color="#9fb3c8", alpha=.75, linewidth=0, label=SPREAD)
     axes.plot(
-        x,
-        mean,
-        color=DARK,
-        linewidth=1.6,
-        marker="o",
-        markersize=2.5 if len(x) > 8 else 4,
+        x, mean, color=DARK, linewidth=1.6, marker="o", markersize=2.5 if len(x) > 8 else 4,
         label="mean over pairs",
     )
     # then the first value stands below the curve, not on it
     rises = len(mean) > 1 and mean[1] > mean[0]
     for k, where, up in ((0, "left", -13 if rises else 7), (-1, "right", 7)):
         axes.annotate(
-            f"{mean[k]:.2f}",
-            (x[k], mean[k]),
-            (0, up),
-            textcoords="offset points",
-            ha=where,
+            f"{mean[k]:.2f}", (x[k], mean[k]), (0, up), textcoords="offset points", ha=where,
             fontsize=7,
             bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=0.8),
         )
@@ -279,11 +269,7 @@ def retained_bands(
         for other, behind in curves.items():
             if other != name:
                 axes.plot(
-                    x,
-                    behind.mean(0),
-                    color="#b4bac3",
-                    linewidth=0.8,
-                    label="the other methods",
+                    x, behind.mean(0), color="#b4bac3", linewidth=0.8, label="the other methods",
                     zorder=1,
                 )
         if chance is not None:
@@ -297,11 +283,7 @@ def retained_bands(
     figure.supylabel("mean score over all tasks seen (share of 1)", fontsize=9)
     legend = dict(zip(*grid.flat[0].get_legend_handles_labels()[::-1]))
     figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside lower center",
-        ncols=2,
-        fontsize=7.5,
+        legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=7.5,
         frameon=False,
     )
     told = "; ".join(
@@ -309,8 +291,7 @@ def retained_bands(
         for m, c in curves.items()
     )
     return Chart(
-        "retained_accuracy",
-        figure,
+        "retained_accuracy", figure,
         "Retained accuracy over the tasks trained, a panel each method, from the first to "
         f"the last task: {told}.",
     )
@@ -324,8 +305,7 @@ PANELS = {  # primary metric → what is shown, and its axis
         cpu_latency_overhead="CPU latency added, median\n(share of that without)",
     ),
     "mean_joules_per_sample": dict(
-        mean_joules_per_sample="energy\n(J per sample)",
-        rougeL="ROUGE-L F\n(share of 1)",
+        mean_joules_per_sample="energy\n(J per sample)", rougeL="ROUGE-L F\n(share of 1)",
         latency_p99_ms="99 % of latencies\n(ms)",
     ),
 }
@@ -347,31 +327,16 @@ def _draw_bars(axes, rows, key, label, chance=None):
             axes.text(0, y, " not measured", va="center", fontsize=6.5, color="#666666"); continue
         (color, hatch), x = LOOKS.get(role, ("white", "..")), middle(v)
         axes.barh(
-            y,
-            x,
-            height=0.62,
-            color=color,
-            hatch=hatch,
-            edgecolor=DARK,
-            linewidth=0.6,
+            y, x, height=0.62, color=color, hatch=hatch, edgecolor=DARK, linewidth=0.6,
             label=role or "role unknown",
         )
         if len(v) > 1:
             axes.errorbar(
-                x,
-                y,
-                xerr=np.maximum(0, [[x - low[y]], [high[y] - x]]),
-                color=MIDDLE,
-                linewidth=1.3,
-                capsize=2.5,
-                label=SPREAD,
+                x, y, xerr=np.maximum(0, [[x - low[y]], [high[y] - x]]), color=MIDDLE,
+                linewidth=1.3, capsize=2.5, label=SPREAD,
             )
         axes.text(
-            max(high[y], x, 0) + 0.02 * span,
-            y,
-            f"{x:.3f}",
-            va="center",
-            fontsize=7,
+            max(high[y], x, 0) + 0.02 * span, y, f"{x:.3f}", va="center", fontsize=7,
             bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=0.85),
         )
     if chance is not None:
@@ -414,11 +379,7 @@ def method_bars(
         axes.set_ylim(len(rows) - .4, -.6)
     legend = dict(zip(*grid[0].get_legend_handles_labels()[::-1]))
     figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside lower center",
-        ncols=4,
-        fontsize=7.5,
+        legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=7.5,
         frameon=False,
     )
     told = lambda key: "; ".join(
@@ -427,8 +388,7 @@ def method_bars(
         if (v := [x for p in r.values() if is_number(x := p["summary"].get(key))])
     )
     return Chart(
-        name,
-        figure,
+        name, figure,
         "Bars by method. "
         + " ".join(f"{' '.join(label.split())}: {told(key)}." for key, label in panels.items()),
     )
@@ -448,49 +408,25 @@ def pair_chart(
     for y, (name, v, _) in enumerate(rows):
         if len(v) >= FEWEST:
             axes.boxplot(
-                [v],
-                positions=[y],
-                orientation="horizontal",
-                widths=0.5,
-                whis=(0, 100),
-                manage_ticks=False,
-                medianprops=dict(color=DARK, linewidth=1.6),
-                boxprops=dict(color="#6b7280"),
-                whiskerprops=dict(color="#6b7280"),
+                [v], positions=[y], orientation="horizontal", widths=0.5, whis=(0, 100),
+                manage_ticks=False, medianprops=dict(color=DARK, linewidth=1.6),
+                boxprops=dict(color="#6b7280"), whiskerprops=dict(color="#6b7280"),
                 capprops=dict(color="#6b7280"),
             )
         axes.scatter(
-            v,
-            np.full(len(v), y),
-            s=16,
-            facecolor="white",
-            edgecolor="#8a8f98",
-            linewidth=0.8,
-            zorder=3,
-            label="one (seed, order) pair",
+            v, np.full(len(v), y), s=16, facecolor="white", edgecolor="#8a8f98", linewidth=0.8,
+            zorder=3, label="one (seed, order) pair",
         )
         axes.scatter(
-            [np.mean(v)],
-            [y],
-            marker="D",
-            s=26,
-            color=MIDDLE,
-            edgecolor="black",
-            linewidth=0.5,
-            zorder=4,
-            label="mean",
+            [np.mean(v)], [y], marker="D", s=26, color=MIDDLE, edgecolor="black", linewidth=0.5,
+            zorder=4, label="mean",
         )
         axes.annotate(
-            f"{np.mean(v):.3f}",
-            (max(v), y),
-            (8, 0),
-            textcoords="offset points",
-            va="center",
+            f"{np.mean(v):.3f}", (max(v), y), (8, 0), textcoords="offset points", va="center",
             fontsize=7.5,
         )
     axes.set_yticks(
-        range(len(rows)),
-        ["\n".join(_wrapped(name)) + f"  (n = {len(v)})" for name, v, _ in rows],
+        range(len(rows)), ["\n".join(_wrapped(name)) + f"  (n = {len(v)})" for name, v, _ in rows],
         fontsize=7.5,
     )
     axes.set_ylim(len(rows) - .5, -.75)
@@ -504,11 +440,7 @@ def pair_chart(
     )
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
     figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
+        legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
     )
     told = "; ".join(
@@ -589,9 +521,7 @@ def aggregate(
     """Write comparison/aggregated_metrics.json, the comparison's tables and its figures, printing
     every path."""
     folder, metrics, tables, charts = (
-        Path(output_dir) / "comparison",
-        aggregated_metrics(records),
-        comparison_tables(records),
+        Path(output_dir) / "comparison", aggregated_metrics(records), comparison_tables(records),
         comparison_charts(records),
     )
     paths = [

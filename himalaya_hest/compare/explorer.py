@@ -92,20 +92,16 @@ def _table(self,
     "The worlds, with the methods and pairs that there are."
     rows = [
         [
-            name,
-            len(rs),
-            len({method_of(r) for r in rs}),
+            name, len(rs), len({method_of(r) for r in rs}),
             len({(r["config"].get("seed", 0), r["config"].get("order_seed", 0)) for r in rs}),
-            len(rs[0]["tasks"]),
-            rs[0]["config"].get("model"),
+            len(rs[0]["tasks"]), rs[0]["config"].get("model"),
         ]
         for name, rs in self.worlds().items()
     ]
     return Table(
         f"{len(self.records)} records of {len(rows)} world{'s' * (len(rows) > 1)}"
         + f"; {len(self.skipped)} left out" * bool(self.skipped),
-        ["world", "runs", "methods", "(seed, order) pairs", "tasks", "model"],
-        rows,
+        ["world", "runs", "methods", "(seed, order) pairs", "tasks", "model"], rows,
     )
 
 # %% ../../nbs/compare/06_explorer.ipynb #124ec0b2

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..measures.continual import evaluated_rows, retained_accuracy
 from himalaya_hest.measures.records import (
-    byte_table, group_table, is_complete, score_array, summary_table, task_table,
+    byte_table, group_table, is_complete, score_array, summary_table, task_table
 )
 
 # %% ../../nbs/compare/04_figures.ipynb #64a532b6
@@ -89,8 +89,7 @@ def no_curve(
     "What stands where the curve of retained accuracy would."
     if n_tasks > 1: return None
     return NoChart(
-        "retained_accuracy",
-        None,
+        "retained_accuracy", None,
         "No curve of retained accuracy: in a stream of one task nothing comes after it by "
         "which it could be forgotten.",
     )
@@ -145,21 +144,11 @@ def retained_curve(
     figure, ((axes,),) = new_figure(max(5., .33 * min(len(every), 25) + 1.2), 4.4)
     plain_axes(axes)
     axes.plot(
-        every,
-        np.diag(score_array(record)),
-        linestyle="none",
-        marker="_",
-        markersize=11,
-        markeredgewidth=2.5,
-        color="#9aa3af",
-        label="score of the task just learned",
+        every, np.diag(score_array(record)), linestyle="none", marker="_", markersize=11,
+        markeredgewidth=2.5, color="#9aa3af", label="score of the task just learned",
     )
     axes.plot(
-        x,
-        curve,
-        color=DARK,
-        marker="o",
-        markersize=4,
+        x, curve, color=DARK, marker="o", markersize=4,
         label=f"retained accuracy (AUC {curve.mean():.3f})",
     )
     for a, b in zip(x, curve):
@@ -172,11 +161,7 @@ def retained_curve(
     ]
     if all(c is not None for c in chance):
         axes.plot(
-            every,
-            np.cumsum(chance) / every,
-            color="black",
-            linestyle=":",
-            linewidth=1,
+            every, np.cumsum(chance) / every, color="black", linestyle=":", linewidth=1,
             label="chance",
         )
     if len(every) <= 25: _task_ticks(axes, record["tasks"])
@@ -186,15 +171,11 @@ def retained_curve(
     axes.set_ylabel("mean score over all tasks seen\n(share of 1)", fontsize=9)
     axes.set_title(record["run_id"], fontsize=9)
     figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
     )
     return Chart(
-        "retained_accuracy",
-        figure,
+        "retained_accuracy", figure,
         f"Retained accuracy of {record['run_id']} over {len(every)} tasks: {curve[0]:.2f} "
         f"after the first, {curve[-1]:.2f} after the last, AUC {curve.mean():.3f}; dashes "
         "mark the score of each task just "
@@ -210,12 +191,7 @@ def _write_cells(axes, values, texts, limit, fontsize):
     for (i, j), v in np.ndenumerate(values):
         if not np.isnan(v):
             axes.text(
-                j,
-                i,
-                texts[i][j],
-                ha="center",
-                va="center",
-                fontsize=fontsize,
+                j, i, texts[i][j], ha="center", va="center", fontsize=fontsize,
                 color="white" if v < limit else "black",
             )
 
@@ -235,10 +211,7 @@ def score_matrix(
         R, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation=None if figures else "none"
     )
     _write_cells(
-        axes,
-        R,
-        [[f"{100 * x:.0f}" if not np.isnan(x) else "" for x in row] for row in R],
-        0.55,
+        axes, R, [[f"{100 * x:.0f}" if not np.isnan(x) else "" for x in row] for row in R], 0.55,
         6.5,
     )
     axes.set_xticks(
@@ -252,8 +225,7 @@ def score_matrix(
     figure.colorbar(image, ax=axes, shrink=.7, label="score (share of 1)")
     told = [f"{np.nanmin(x):.2f} to {np.nanmax(x):.2f}" for x in (np.diag(R), R[-1])]
     return Chart(
-        "score_matrix",
-        figure,
+        "score_matrix", figure,
         f"Score matrix of {record['run_id']}: {T} tasks have {told[0]} when they are just "
         f"learned, and {told[1]} after the last task.",
     )
@@ -276,18 +248,11 @@ def task_bars(
     chance = [r.get("chance") for r in rows]
     if any(c is not None for c in chance):
         axes.plot(
-            [np.nan if c is None else c for c in chance],
-            y,
-            linestyle="none",
-            marker="|",
-            markersize=9,
-            markeredgewidth=1.8,
-            color=MIDDLE,
-            label="chance (best constant answer)",
+            [np.nan if c is None else c for c in chance], y, linestyle="none", marker="|",
+            markersize=9, markeredgewidth=1.8, color=MIDDLE, label="chance (best constant answer)",
         )
     axes.set_yticks(
-        y,
-        [f"{r['task']}" + (f"  ({r['metric']})" if r.get("metric") else "") for r in rows],
+        y, [f"{r['task']}" + (f"  ({r['metric']})" if r.get("metric") else "") for r in rows],
         fontsize=7,
     )
     axes.set_ylim(T + .6, .4)
@@ -295,10 +260,7 @@ def task_bars(
     axes.set_xlabel("score (share of 1)", fontsize=9)
     axes.set_title(record["run_id"], fontsize=9)
     figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
     )
     return Chart("task_scores", figure)
@@ -324,13 +286,7 @@ def dictionary_life(
     for axes in (top, low): plain_axes(axes)
     top.bar(x, kept, width=.65, color=DARK, label="kept by the task")
     top.bar(
-        x,
-        pruned,
-        width=0.65,
-        bottom=kept,
-        color="white",
-        edgecolor=DARK,
-        hatch="////",
+        x, pruned, width=0.65, bottom=kept, color="white", edgecolor=DARK, hatch="////",
         label="grown and given back",
     )
     for a, k, p in zip(x, kept, pruned):
@@ -350,12 +306,8 @@ def dictionary_life(
     low.set_xlabel("after training task", fontsize=9)
     handles = [axes.get_legend_handles_labels() for axes in (top, low)]
     figure.legend(
-        handles[0][0] + handles[1][0],
-        handles[0][1] + handles[1][1],
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
-        frameon=False,
+        handles[0][0] + handles[1][0], handles[0][1] + handles[1][1], loc="outside lower center",
+        ncols=3, fontsize=7.5, frameon=False,
     )
     return Chart("dictionary", figure)
 
@@ -391,20 +343,12 @@ def learning_curves(
         points = [(a, h[key]) for a, h in zip(x, history) if h.get(key) is not None]
         if points:
             axes.plot(
-                *zip(*points),
-                color=color,
-                marker=marker if len(points) > 1 else "s",
-                markersize=3.5,
-                linewidth=1,
+                *zip(*points), color=color, marker=marker if len(points) > 1 else "s",
+                markersize=3.5, linewidth=1,
             )
         else:
             axes.text(
-                0.5,
-                0.4,
-                "not recorded",
-                transform=axes.transAxes,
-                ha="center",
-                fontsize=9,
+                0.5, 0.4, "not recorded", transform=axes.transAxes, ha="center", fontsize=9,
                 color="#666666",
             )
         for a, v in points if marker else ():
@@ -428,15 +372,8 @@ def _mark_tasks(axes, x, tasks):
         if k + 1 == len(tasks) or tasks[k + 1] != name:
             axes.axvline(x[k], color="#b9bec6", linewidth=.6)
             axes.text(
-                (start + x[k]) / 2,
-                0.98,
-                str(name),
-                transform=axes.get_xaxis_transform(),
-                rotation=90,
-                ha="center",
-                va="top",
-                fontsize=6,
-                color="#444444",
+                (start + x[k]) / 2, 0.98, str(name), transform=axes.get_xaxis_transform(),
+                rotation=90, ha="center", va="top", fontsize=6, color="#444444",
             )
             start = x[k]
 
@@ -449,9 +386,7 @@ def _draw_confusion(axes, name, labels, counts):
     _write_cells(axes, 1 - share, [[f"{c:.0f}" for c in row] for row in counts], .5, small)
     short = [l if len(l) <= 16 else l[:15] + "…" for l in labels]
     axes.set_xticks(
-        range(counts.shape[1]),
-        short + ["(other)"] * (counts.shape[1] - len(short)),
-        rotation=90,
+        range(counts.shape[1]), short + ["(other)"] * (counts.shape[1] - len(short)), rotation=90,
         fontsize=small,
     )
     axes.set_yticks(range(len(short)), short, fontsize=small)
@@ -487,40 +422,25 @@ def energy_curve(
     figure, ((top,), (low,)) = new_figure(6.4, 4.4, 2, sharex=True, height_ratios=(2, 1))
     for axes in (top, low): plain_axes(axes)
     top.plot(
-        x,
-        [h["energy"] for h in history],
-        color=DARK,
-        linewidth=1.6,
+        x, [h["energy"] for h in history], color=DARK, linewidth=1.6,
         label="expected scope share of the step",
     )
     if "energy_target" in history[-1]:
         top.plot(
-            x,
-            [h["energy_target"] for h in history],
-            color=MIDDLE,
-            linewidth=1.2,
-            linestyle=(0, (4, 2)),
-            label="its target",
+            x, [h["energy_target"] for h in history], color=MIDDLE, linewidth=1.2,
+            linestyle=(0, (4, 2)), label="its target",
         )
     top.annotate(
-        f"{history[-1]['energy']:.3f}",
-        (x[-1], history[-1]["energy"]),
-        (4, 0),
-        textcoords="offset points",
-        fontsize=7.5,
-        va="center",
+        f"{history[-1]['energy']:.3f}", (x[-1], history[-1]["energy"]), (4, 0),
+        textcoords="offset points", fontsize=7.5, va="center",
     )
     top.set(ylim=(0, 1.05))
     top.set_ylabel("scope share\n(of all directions in fp)", fontsize=9)
     top.legend(fontsize=8, frameon=False)
     low.plot(x, [h["energy_price"] for h in history], color=DARK, linewidth=1.4)
     low.annotate(
-        f"{history[-1]['energy_price']:.3f}",
-        (x[-1], history[-1]["energy_price"]),
-        (4, 0),
-        textcoords="offset points",
-        fontsize=7.5,
-        va="center",
+        f"{history[-1]['energy_price']:.3f}", (x[-1], history[-1]["energy_price"]), (4, 0),
+        textcoords="offset points", fontsize=7.5, va="center",
     )
     low.set_ylim(bottom=0)
     low.set_ylabel("price λ", fontsize=9)
@@ -544,11 +464,8 @@ def utilisation(
     figure, ((axes,),) = new_figure(.8 * shown.shape[1] + 2.6, .42 * len(u["layers"]) + 1.9)
     image = axes.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto")
     _write_cells(
-        axes,
-        shown,
-        [[f"{100 * v:.0f}" if not np.isnan(v) else "" for v in row] for row in shown],
-        0.55,
-        8,
+        axes, shown, [[f"{100 * v:.0f}" if not np.isnan(v) else "" for v in row] for row in shown],
+        0.55, 8,
     )
     axes.set_xticks(
         range(shown.shape[1]),

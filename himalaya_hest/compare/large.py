@@ -22,11 +22,8 @@ def large_llama(
     with torch.device("meta"):
         return LlamaForCausalLM(
             LlamaConfig(
-                hidden_size=width,
-                intermediate_size=11008 * width // 4096,
-                num_hidden_layers=layers,
-                num_attention_heads=32,
-                num_key_value_heads=32,
+                hidden_size=width, intermediate_size=11008 * width // 4096,
+                num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=32,
                 vocab_size=32000,
             )
         )
@@ -71,8 +68,7 @@ def _himalaya_bytes(tuner, record, n):
     used = most.slots - life[-1]["free"] if life else most.slots
     return sum(
         packed_bytes(
-            core,
-            bits=getattr(config, "atom_bits", None) or 3,
+            core, bits=getattr(config, "atom_bits", None) or 3,
             filled=Fill(used, min(n, most.prototypes), most.tokens),
         ).values()
     )

@@ -79,19 +79,8 @@ def method_of(
 
 # %% ../../nbs/compare/01_pairs.ipynb #5d6c3af2
 _STORED = (
-    "seed",
-    "order_seed",
-    "run_id",
-    "role",
-    "results_dir",
-    "cache_dir",
-    "overwrite",
-    "dry_run",
-    "tracker",
-    "wandb_entity",
-    "wandb_project",
-    "n_trials",
-    "search",
+    "seed", "order_seed", "run_id", "role", "results_dir", "cache_dir", "overwrite", "dry_run",
+    "tracker", "wandb_entity", "wandb_project", "n_trials", "search",
 )
 
 _MEASURED = ("energy.", "evaluation.latency")
@@ -111,11 +100,8 @@ def _usual(record):
     return {
         f"training.{k}": v
         for k, v in energy_training(
-            c["adapter"],
-            c.get("preset", "default"),
-            c.get("scale", "mini"),
-            c.get("study", "continual25"),
-            c.get("adapter_config"),
+            c["adapter"], c.get("preset", "default"), c.get("scale", "mini"),
+            c.get("study", "continual25"), c.get("adapter_config"),
         ).items()
     }
 
@@ -171,12 +157,8 @@ def made_up_pairs(
     for name, k in keeps:
         for i in range(n):
             r = made_up_record(
-                f"{name}-{i}",
-                T=T,
-                keeps=k - 0.004 * (i % 3),
-                role="proposed" if name == "himalaya" else "baseline",
-                adapter=name,
-                seed=i,
+                f"{name}-{i}", T=T, keeps=k - 0.004 * (i % 3),
+                role="proposed" if name == "himalaya" else "baseline", adapter=name, seed=i,
             )
             r["config"] |= dict(seed=i, order_seed=i)
             r["row_values"] = {

@@ -18,7 +18,7 @@ from himalaya_hest.compare.pairs import (
     sign_flip_p,
 )
 from himalaya_hest.measures.records import (
-    Table, chance_matrix, is_complete, same_world, score_array,
+    Table, chance_matrix, is_complete, same_world, score_array
 )
 
 # %% ../../nbs/compare/03_standings.ipynb #879998a4
@@ -138,17 +138,10 @@ def main_table(
         auc, final = _column(runs, "retained_accuracy_auc"), _mean_of(runs, "average_accuracy")
         rows.append(
             [
-                name,
-                len(runs),
-                float(np.mean(auc)),
-                *bca_interval(auc),
-                final,
+                name, len(runs), float(np.mean(auc)), *bca_interval(auc), final,
                 *_rows_interval(row_means(runs, runs), final),
-                _mean_of(runs, "just_learned_accuracy"),
-                _mean_of(runs, "average_forgetting"),
-                _mean_of(runs, "worst_drop", max),
-                _mean_of(runs, "adapter_mb"),
-                _large_mb(runs),
+                _mean_of(runs, "just_learned_accuracy"), _mean_of(runs, "average_forgetting"),
+                _mean_of(runs, "worst_drop", max), _mean_of(runs, "adapter_mb"), _large_mb(runs),
                 _mean_of(runs, "cpu_latency_overhead", np.median),
             ]
         )
@@ -158,20 +151,8 @@ def main_table(
             "more, or use exploratory_table"
         )
     columns = [
-        "method",
-        "n",
-        "AUC",
-        "95 % from",
-        "to",
-        "final",
-        "rows from",
-        "rows to",
-        "just learned",
-        "forgotten",
-        "worst drop",
-        "MB kept",
-        "MB large",
-        "CPU latency +",
+        "method", "n", "AUC", "95 % from", "to", "final", "rows from", "rows to", "just learned",
+        "forgotten", "worst drop", "MB kept", "MB large", "CPU latency +",
     ]
     title = (
         f"{records[0]['config']['stream']}: means over n (seed, order) pairs, the best AUC "
@@ -212,38 +193,20 @@ def paired_table(
         )
         rows.append(
             [
-                other,
-                len(d),
-                float(d.mean()),
-                *bca_interval(d),
-                sign_flip_p(d),
-                None,
-                effect_size(d),
-                float(((d > 0) + (d == 0) / 2).mean()),
-                final,
+                other, len(d), float(d.mean()), *bca_interval(d), sign_flip_p(d), None,
+                effect_size(d), float(((d > 0) + (d == 0) / 2).mean()), final,
                 *_rows_interval(_row_differences(runs[method], runs[other], pairs), final),
             ]
         )
     for row, p in zip(rows, holm([row[5] for row in rows])): row[6] = float(p)
     columns = [
-        "opponent",
-        "n",
-        "difference",
-        "95 % from",
-        "to",
-        "p (exact)",
-        "p (Holm)",
-        "d_z",
-        "won",
-        "final",
-        "rows from",
-        "rows to",
+        "opponent", "n", "difference", "95 % from", "to", "p (exact)", "p (Holm)", "d_z", "won",
+        "final", "rows from", "rows to",
     ]
     return _known_columns(
         f"{metric}: {method} minus the other, within n (seed, order) pairs"
         + (f"; too few pairs for a test: {', '.join(left)}" if left else ""),
-        columns,
-        sorted(rows, key=lambda row: row[2]),
+        columns, sorted(rows, key=lambda row: row[2]),
     )
 
 def _row_differences(ours, theirs, pairs):
@@ -289,36 +252,16 @@ def exploratory_table(
         auc = list(_aucs(runs).values())
         rows.append(
             [
-                name,
-                len(runs),
-                float(np.mean(auc)),
-                min(auc),
-                max(auc),
-                *_on_same_pairs(_aucs(runs), _aucs(against)),
-                _mean_of(runs, "average_accuracy"),
-                _mean_of(runs, "just_learned_accuracy"),
-                _mean_of(runs, "average_forgetting"),
-                _mean_of(runs, "worst_drop", max),
-                _mean_of(runs, "adapter_mb"),
+                name, len(runs), float(np.mean(auc)), min(auc), max(auc),
+                *_on_same_pairs(_aucs(runs), _aucs(against)), _mean_of(runs, "average_accuracy"),
+                _mean_of(runs, "just_learned_accuracy"), _mean_of(runs, "average_forgetting"),
+                _mean_of(runs, "worst_drop", max), _mean_of(runs, "adapter_mb"),
                 _mean_of(runs, "cpu_latency_overhead", np.median),
             ]
         )
     columns = [
-        "method",
-        "n",
-        "AUC",
-        "min",
-        "max",
-        "difference",
-        "d min",
-        "d max",
-        "d n",
-        "final",
-        "just learned",
-        "forgotten",
-        "worst drop",
-        "MB kept",
-        "CPU latency +",
+        "method", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n", "final",
+        "just learned", "forgotten", "worst drop", "MB kept", "CPU latency +",
     ]
     title = (
         f"{records[0]['config']['stream']}, exploratory: means, smallest and largest of n "
@@ -371,16 +314,8 @@ def _group_rows(group, names, methods, against, sure):
         )
         rows.append(
             [
-                group,
-                len(names),
-                m,
-                len(runs),
-                mean["AUC"],
-                *spread,
-                *_on_same_pairs(auc, theirs),
-                mean["just learned"],
-                mean["final"],
-                mean["forgotten"],
+                group, len(names), m, len(runs), mean["AUC"], *spread, *_on_same_pairs(auc, theirs),
+                mean["just learned"], mean["final"], mean["forgotten"],
             ]
         )
     return sorted(rows, key=lambda row: -1 if row[4] is None else row[4], reverse=True)
@@ -402,22 +337,8 @@ def grouped_table(
     (base, against), methods, rows = _one_method(reference), by_pair(records), []
     sure = all(len(runs) >= least for runs in methods.values())
     columns = [
-        "group",
-        "tasks",
-        "method",
-        "n",
-        "AUC",
-        "95 % from",
-        "to",
-        "min",
-        "max",
-        "difference",
-        "d min",
-        "d max",
-        "d n",
-        "just learned",
-        "final",
-        "forgotten",
+        "group", "tasks", "method", "n", "AUC", "95 % from", "to", "min", "max", "difference",
+        "d min", "d max", "d n", "just learned", "final", "forgotten",
     ]
     for g, names in task_groups(records[0]).items():
         rows += _group_rows(g, names, methods, against, sure) + _chance_row(
@@ -460,40 +381,22 @@ def fairness_table(
             auc = list(_aucs(runs).values())
             rows.append(
                 [
-                    m,
-                    kind,
-                    len(runs),
-                    float(np.mean(auc)),
-                    min(auc),
-                    max(auc),
+                    m, kind, len(runs), float(np.mean(auc)), min(auc), max(auc),
                     *_on_same_pairs(_aucs(runs), _aucs(base) if kind != "own" else {}),
-                    _mean_of(runs, "average_accuracy"),
-                    _mean_of(runs, "just_learned_accuracy"),
+                    _mean_of(runs, "average_accuracy"), _mean_of(runs, "just_learned_accuracy"),
                     _mean_of(runs, "average_forgetting"),
                 ]
             )
     columns = [
-        "method",
-        "instructions",
-        "n",
-        "AUC",
-        "min",
-        "max",
-        "difference",
-        "d min",
-        "d max",
-        "d n",
-        "final",
-        "just learned",
-        "forgotten",
+        "method", "instructions", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n",
+        "final", "just learned", "forgotten",
     ]
     rows += _chance_row(columns, records)
     return Table(
         f"{records[0]['config']['stream']}, exploratory: other instructions; means, "
         "smallest and largest of n (seed, order) pairs, differences to own instructions "
         "on d n same pairs; no tests",
-        columns,
-        rows,
+        columns, rows,
     )
 
 # %% ../../nbs/compare/03_standings.ipynb #9b849c77
@@ -552,12 +455,7 @@ def target_table(
     low, high = bca_interval(lost)
     rows.append(
         [
-            "forgotten",
-            f"≤ {most_forgotten}",
-            len(lost),
-            float(lost.mean()),
-            low,
-            high,
+            "forgotten", f"≤ {most_forgotten}", len(lost), float(lost.mean()), low, high,
             judged(lost, lost.mean() <= most_forgotten, high <= most_forgotten),
         ]
     )
@@ -565,12 +463,8 @@ def target_table(
         low, high = bca_interval(learned / single)
         rows.append(
             [
-                "just learned, of LoRA's alone",
-                f"≥ {least_learned}",
-                len(learned),
-                float(learned.mean() / single),
-                low,
-                high,
+                "just learned, of LoRA's alone", f"≥ {least_learned}", len(learned),
+                float(learned.mean() / single), low, high,
                 judged(learned, learned.mean() / single >= least_learned, low >= least_learned),
             ]
         )
@@ -579,29 +473,18 @@ def target_table(
         if (r := against.get(o)) is None:
             rows.append(
                 [
-                    f"AUC above {o}",
-                    "> 0",
-                    len(runs.get(o, ())),
-                    None,
-                    None,
-                    None,
+                    f"AUC above {o}", "> 0", len(runs.get(o, ())), None, None, None,
                     "too few pairs" if o in runs else "not run",
                 ]
             )
         else:
             rows.append(
                 [
-                    f"AUC above {o}",
-                    "> 0",
-                    r["n"],
-                    r["difference"],
-                    r["95 % from"],
-                    r["to"],
+                    f"AUC above {o}", "> 0", r["n"], r["difference"], r["95 % from"], r["to"],
                     _verdict(r["difference"] > 0, r["95 % from"] > 0 and r["p (Holm)"] < 0.05),
                 ]
             )
     return Table(
         f"{method}: what was asked, and what it gave",
-        ["target", "limit", "n", "figure", "95 % from", "to", "verdict"],
-        rows,
+        ["target", "limit", "n", "figure", "95 % from", "to", "verdict"], rows,
     )

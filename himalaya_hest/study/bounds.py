@@ -105,13 +105,8 @@ def bounds_table(
     record = json.loads(Path(path).read_text(encoding="utf-8"))
     rows = [
         [
-            r["method"],
-            r["scope"],
-            "kept" if r["bounded"] else "none",
-            r["e_max"],
-            r["way"],
-            r["n_rows"],
-            *(r["use"][k] for k in ("prefix", "token", "window")),
+            r["method"], r["scope"], "kept" if r["bounded"] else "none", r["e_max"], r["way"],
+            r["n_rows"], *(r["use"][k] for k in ("prefix", "token", "window")),
         ]
         for r in record["rows"]
     ]

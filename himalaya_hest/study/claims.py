@@ -91,9 +91,7 @@ def read_evidence(
         g: folder.resolve().parents[1] / "bench" / "grids" / f"{g}.yaml" for g in (main, *others)
     }
     return Evidence(
-        runs,
-        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {},
-        main,
+        runs, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}, main,
         {g: _adapters(f) for g, f in files.items() if f.is_file()},
     )
 
@@ -217,21 +215,15 @@ def comparisons() -> list[tuple]: # (finding, names of the rival, value, margin)
         (Finding("1d", less.format(1.2, "COLTAS", 2.7), unit="pp"), COLTAS, lost, -0.012),
         (
             Finding("2a", "Final mean at least 1 pp above LILAC on classification", unit="pp"),
-            LILAC,
-            of(lambda t, m: m == "label_accuracy"),
-            0.01,
+            LILAC, of(lambda t, m: m == "label_accuracy"), 0.01,
         ),
         (
-            Finding("2b", "At least .6 BLEU above LILAC on WMT14 English–German", unit="pp"),
-            LILAC,
-            of(lambda t, m: t.startswith("wmt14")),
-            0.006,
+            Finding("2b", "At least .6 BLEU above LILAC on WMT14 English–German", unit="pp"), LILAC,
+            of(lambda t, m: t.startswith("wmt14")), 0.006,
         ),
         (
-            Finding("2c", "At least 1.4 ROUGE-L above LILAC on summarisation", unit="pp"),
-            LILAC,
-            of(lambda t, m: m == "rouge_l"),
-            0.014,
+            Finding("2c", "At least 1.4 ROUGE-L above LILAC on summarisation", unit="pp"), LILAC,
+            of(lambda t, m: m == "rouge_l"), 0.014,
         ),
     ]
 
@@ -276,44 +268,25 @@ def forgetting_chart(
     for y, (name, lost) in enumerate(rows):
         low, high = bca_interval(lost)
         axes.scatter(
-            lost,
-            [y] * len(lost),
-            s=22,
-            facecolor="white",
-            edgecolor="#8a8f98",
-            linewidth=0.9,
-            zorder=2,
-            label="one (seed, order) pair",
+            lost, [y] * len(lost), s=22, facecolor="white", edgecolor="#8a8f98", linewidth=0.9,
+            zorder=2, label="one (seed, order) pair",
         )
         if low == low:
             axes.plot(
-                [low, high],
-                [y, y],
-                color=DARK,
-                linewidth=2,
-                zorder=3,
+                [low, high], [y, y], color=DARK, linewidth=2, zorder=3,
                 label="95 % interval of the mean (BCa)",
             )
         axes.scatter([np.mean(lost)], [y], marker="D", s=28, color=DARK, zorder=4, label="mean")
         axes.annotate(
-            f"{np.mean(lost):.3f}",
-            (np.mean(lost), y),
-            (14, 6),
-            textcoords="offset points",
-            ha="left",
-            fontsize=7.5,
+            f"{np.mean(lost):.3f}", (np.mean(lost), y), (14, 6), textcoords="offset points",
+            ha="left", fontsize=7.5,
         )
     axes.axvline(
-        limit,
-        color="black",
-        linestyle="--",
-        linewidth=0.8,
-        zorder=1,
+        limit, color="black", linestyle="--", linewidth=0.8, zorder=1,
         label=f"limit of claim 1: {limit}",
     )
     axes.set_yticks(
-        range(len(rows)),
-        [textwrap.fill(f"{m}  (n = {len(lost)})", 34) for m, lost in rows],
+        range(len(rows)), [textwrap.fill(f"{m}  (n = {len(lost)})", 34) for m, lost in rows],
         fontsize=8,
     )
     axes.set_ylim(len(rows) - .4, -.8)
@@ -321,11 +294,7 @@ def forgetting_chart(
     axes.set_xlabel("forgotten (share of 1)", fontsize=9)
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
     figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside lower center",
-        ncols=2,
-        fontsize=7.5,
+        legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=7.5,
         frameon=False,
     )
     return Chart("forgetting", figure)
@@ -345,10 +314,7 @@ def storage(e: Evidence) -> list[Finding]:
     core = adapter.tuner.core()
     full = sum(packed_bytes(core, filled=fill_of(core, full=True)).values()) / 1e6
     a = Finding(
-        "3a",
-        "Keeps at most 2.3 MB between tasks",
-        unit="MB",
-        figure=full,
+        "3a", "Keeps at most 2.3 MB between tasks", unit="MB", figure=full,
         told="both verdicts by shapes: counted at d = 4096, L = 32 with every slot in use",
         command=ITSELF,
     )
@@ -399,8 +365,7 @@ def latency(e: Evidence) -> list[Finding]:
         cheapest = min(rest, key=lambda m: np.mean(rest[m]))
         _shown(b, rest[cheapest]).command = e.command(cheapest)
         b.told = _joined(
-            f"the cheapest of {len(rest)}, {cheapest}",
-            _NO_BOARD,
+            f"the cheapest of {len(rest)}, {cheapest}", _NO_BOARD,
             ", ".join(f"{m} {100 * np.mean(x):+.0f} %" for m, x in rest.items()),
         )
     c = Finding("3e", "Others cannot run there for memory", unit="MB")
@@ -458,15 +423,11 @@ _NORMS = (  # part, claim, form, what of it
     ("4e", _ATOMS.format("default, norm_rescaling off"), "default, norm_rescaling off", "largest"),
     ("4f", "… ΔW (default, norm_rescaling off)", "default, norm_rescaling off", "size"),
     (
-        "4g",
-        _ATOMS.format("published_gain, norm_rescaling off"),
-        "published_gain, norm_rescaling off",
-        "largest",
+        "4g", _ATOMS.format("published_gain, norm_rescaling off"),
+        "published_gain, norm_rescaling off", "largest",
     ),
     (
-        "4h",
-        _R.format("published_gain, norm_rescaling off"),
-        "published_gain, norm_rescaling off",
+        "4h", _R.format("published_gain, norm_rescaling off"), "published_gain, norm_rescaling off",
         "size",
     ),
     ("4i", _ATOMS.format("published"), "published", "largest"),
@@ -519,30 +480,18 @@ def norm_chart(
     ]
     for (name, f), (color, style, marker) in zip(forms.items(), looks):
         axes.plot(
-            range(1, len(f["largest"]) + 1),
-            f["largest"],
-            color=color,
-            linestyle=style,
-            marker=marker,
-            markersize=3.5,
-            label=f"{name} (at most {max(f['largest']):.3f})",
+            range(1, len(f["largest"]) + 1), f["largest"], color=color, linestyle=style,
+            marker=marker, markersize=3.5, label=f"{name} (at most {max(f['largest']):.3f})",
         )
     axes.axhline(NORM_LIMIT, color="black", linewidth=.8)
     axes.annotate(
-        f"limit {NORM_LIMIT}",
-        (max(len(f["largest"]) for f in forms.values()), NORM_LIMIT),
-        (0, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=7.5,
+        f"limit {NORM_LIMIT}", (max(len(f["largest"]) for f in forms.values()), NORM_LIMIT), (0, 3),
+        textcoords="offset points", ha="right", fontsize=7.5,
     )
     axes.set_xlabel("tasks trained", fontsize=9)
     axes.set_ylabel("largest norm of a stored atom", fontsize=9)
     figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=2,
-        fontsize=7.5,
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7.5,
         frameon=False,
     )
     return Chart("norms", figure)
@@ -554,9 +503,7 @@ def operations(e: Evidence) -> list[Finding]:
     if form := e.measured.get("norms", {}).get("forms", {}).get("default"):
         o = form["open"]
         a.here, a.figure, a.n, a.command = (
-            HELD if o["a_token"] <= 3 else NOT_HELD,
-            o["a_token"],
-            form["prompts"],
+            HELD if o["a_token"] <= 3 else NOT_HELD, o["a_token"], form["prompts"],
             e.measured["norms"]["command"],
         )
         a.told = (
@@ -590,10 +537,7 @@ def operations(e: Evidence) -> list[Finding]:
     if f:
         m = mini["mixed_batch"]
         d.figure, d.n, d.command, d.here = (
-            m["extra"],
-            m["sequences"],
-            f["command"],
-            HELD if m["extra"] < 0.04 else NOT_HELD,
+            m["extra"], m["sequences"], f["command"], HELD if m["extra"] < 0.04 else NOT_HELD
         )
         worst = m["sequences"] * large["128"]["sites"] / large["128"]["backbone"]
         d.founding, d.told = (
@@ -617,28 +561,17 @@ def code(e: Evidence) -> list[Finding]:
     shell = p.get("lines", {}).get("all", {}).get("shell", {}).get("code")
     whole, needed = lines.get("all"), lines.get("default")
     add(
-        "6a",
-        "The method is at most 400 lines of plain PyTorch, all options included",
-        whole,
-        p and whole <= 400,
-        f"the PEFT shell, {shell} lines, apart",
-        unit="lines",
+        "6a", "The method is at most 400 lines of plain PyTorch, all options included", whole,
+        p and whole <= 400, f"the PEFT shell, {shell} lines, apart", unit="lines",
     )
     add(
-        "6b",
-        "… what the default needs of it",
-        needed,
-        p and needed <= 400,
+        "6b", "… what the default needs of it", needed, p and needed <= 400,
         "functions that run in a stream of two tasks, without the file of the packed state",
         unit="lines",
     )
     add(
-        "6c",
-        "Installable with pip",
-        sum(p.get("files", {}).values()),
-        bool(p.get("wheel")),
-        "files in the wheel that pip built",
-        unit="files",
+        "6c", "Installable with pip", sum(p.get("files", {}).values()), bool(p.get("wheel")),
+        "files in the wheel that pip built", unit="files",
     )
     native = {
         k: n
@@ -646,9 +579,7 @@ def code(e: Evidence) -> list[Finding]:
         if k in (".cu", ".cuh", ".cpp", ".cc", ".c", ".so", ".pyx")
     }
     add(
-        "6d",
-        "No custom CUDA",
-        sum(native.values()) + len(p.get("kernels", ())),
+        "6d", "No custom CUDA", sum(native.values()) + len(p.get("kernels", ())),
         not native and not p.get("kernels"),
         "files of compiled languages in the wheel, and modules that build or load kernels",
         unit="files",
@@ -699,8 +630,7 @@ def kept_of_data(
     return Table(
         f"{preset}: what is kept between tasks, in bytes at d = 4096, L = 32, and what it "
         "is computed from",
-        ["part", "bytes", "computed from"],
-        sorted(rows, key=lambda r: -r[1]),
+        ["part", "bytes", "computed from"], sorted(rows, key=lambda r: -r[1]),
     )
 
 # %% ../../nbs/study/04_claims.ipynb #f4e60660
@@ -714,11 +644,7 @@ def privacy(e: Evidence) -> list[Finding]:
     ) / sum(r["bytes"] for r in rows)
     return [
         Finding(
-            "7",
-            "Data-free privacy",
-            here=NOT_TESTABLE,
-            figure=share,
-            unit="%",
+            "7", "Data-free privacy", here=NOT_TESTABLE, figure=share, unit="%",
             told="share of the kept bytes that are computed from training rows or instructions; no "
             "attack was tried",
             command=ITSELF,
@@ -742,13 +668,7 @@ def claims_table(
     "Verdicts with figure, interval, n and command."
     rows = [
         [
-            f.part,
-            f.claim,
-            f.here,
-            *shown_figure(f),
-            f.n or None,
-            f.founding,
-            f.told or "–",
+            f.part, f.claim, f.here, *shown_figure(f), f.n or None, f.founding, f.told or "–",
             f"`{f.command}`" if f.command else "–",
         ]
         for f in found
@@ -756,15 +676,8 @@ def claims_table(
     return Table(
         title,
         [
-            "part",
-            "claim",
-            "here: mini world",
-            "figure",
-            "95 %",
-            "n",
-            "founding scale",
-            "how, and what else was seen",
-            "command",
+            "part", "claim", "here: mini world", "figure", "95 %", "n", "founding scale",
+            "how, and what else was seen", "command",
         ],
         rows,
     )
@@ -776,8 +689,7 @@ def verdict_counts(
     "How many parts got which verdict."
     count = lambda which, v: sum(getattr(f, which) == v for f in found)
     return Table(
-        f"{len(found)} parts of claims",
-        ["verdict", "here: mini world", "founding scale"],
+        f"{len(found)} parts of claims", ["verdict", "here: mini world", "founding scale"],
         [
             [v, count("here", v), count("founding", v)]
             for v in (HELD, NOT_HELD, NOT_TESTABLE, NOT_RUN)

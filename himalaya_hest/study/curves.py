@@ -46,10 +46,8 @@ def stopped_after(
 # %% ../../nbs/study/02_curves.ipynb #5f591340
 LENGTHS = (10, 25, 50, 100)
 METRICS = {
-    "AUC": "retained_accuracy_auc",
-    "final": "average_accuracy",
-    "just learned": "just_learned_accuracy",
-    "forgotten": "average_forgetting",
+    "AUC": "retained_accuracy_auc", "final": "average_accuracy",
+    "just learned": "just_learned_accuracy", "forgotten": "average_forgetting",
 }
 
 def _point(record, large, n):
@@ -57,8 +55,7 @@ def _point(record, large, n):
     mini = short["kept_bytes"][-1] if short["kept_bytes"] else None
     free = short["dictionary"][-1]["free"] if short["dictionary"] else None
     return {k: short["summary"][v] for k, v in METRICS.items()} | {
-        "slots free": free,
-        "MB mini": None if mini is None else mini / 1e6,
+        "slots free": free, "MB mini": None if mini is None else mini / 1e6,
         "MB large": large_bytes(large, short) / 1e6,
     }
 
@@ -77,8 +74,7 @@ def curve_points(
         None if any(row[k] is None for row in rows) else float(np.mean([row[k] for row in rows]))
     )
     by_size = lambda item: (
-        item[0][1],
-        [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0][0])],
+        item[0][1], [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0][0])]
     )
     return [
         dict(method=m, tasks=n, n=len(rows)) | {k: mean(rows, k) for k in rows[0]}
@@ -95,8 +91,7 @@ def curve_table(
     return Table(
         "After so many tasks: scores, and MB kept (measured at the mini scale; computed "
         "for d = 4096, 32 layers)",
-        columns,
-        rows,
+        columns, rows,
     )
 
 # %% ../../nbs/study/02_curves.ipynb #a41bb1f6
@@ -178,17 +173,12 @@ def crossing_table(
             )
             if not curve or not its: continue
             told = _told(
-                [c[0] for c in curve],
-                [c[1] for c in curve],
-                [its["AUC"]] * len(curve),
-                (family, control),
-                "MB",
+                [c[0] for c in curve], [c[1] for c in curve], [its["AUC"]] * len(curve),
+                (family, control), "MB",
             )
             rows.append(
                 [
-                    f"AUC of {n} tasks against {mb}",
-                    family,
-                    told[0],
+                    f"AUC of {n} tasks against {mb}", family, told[0],
                     f"{told[1]}; {control} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}",
                 ]
             )
@@ -203,8 +193,7 @@ def _looks(points, control):
     base = control.split(",")[0]
     return {
         m: dict(
-            marker=_MARKS[i % 6][0],
-            linestyle=_MARKS[i % 6][1],
+            marker=_MARKS[i % 6][0], linestyle=_MARKS[i % 6][1],
             color=MIDDLE if m.startswith(base) else DARK,
         )
         for i, m in enumerate(methods)
@@ -242,8 +231,7 @@ def _merged(rows):
 
 # %% ../../nbs/study/02_curves.ipynb #c5ab8f58
 _LABEL = dict(
-    fontsize=6.5,
-    va="center",
+    fontsize=6.5, va="center",
     bbox=dict(boxstyle="square,pad=.08", facecolor="white", edgecolor="none", alpha=0.85),
     arrowprops=dict(arrowstyle="-", color="#9aa3af", linewidth=0.5, shrinkA=0, shrinkB=2),
 )
@@ -271,10 +259,7 @@ def tasks_chart(
     axes.set_xlim(-.3, len(lengths) - .3)
     axes.set_xlabel("tasks learned one after another", fontsize=9)
     figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
     )
     return Chart(
@@ -296,16 +281,13 @@ def _tasks_panel(axes, points, measure, looks, lengths):
         if line: axes.plot(*zip(*line), markersize=4.5, linewidth=1.2, label=m, **look)
     for i, n in enumerate(lengths):
         _write_points(
-            axes,
-            i,
+            axes, i,
             [
                 (p[measure], _short(p["method"]), f"{p[measure]:.2f}", looks[p["method"]]["color"])
                 for p in points
                 if p["tasks"] == n
             ],
-            0.05 * _decades(points, measure) if mb else 0.055,
-            0.1,
-            mb,
+            0.05 * _decades(points, measure) if mb else 0.055, 0.1, mb,
         )
     if mb: axes.set_yscale("log"); axes.margins(y=.12); axes.yaxis.set_major_formatter("{x:g}")
     else: axes.set_ylim(0, 1.08)
@@ -319,8 +301,7 @@ def _decades(points, measure):
     return max(.5, float(np.ptp(np.log10([p[measure] for p in points])))) if points else 1.
 
 _AXES = {
-    "AUC": "AUC of retained accuracy\n(share of 1)",
-    "final": "mean score at the end\n(share of 1)",
+    "AUC": "AUC of retained accuracy\n(share of 1)", "final": "mean score at the end\n(share of 1)",
     "MB mini": "MB kept, mini backbone\n(measured)",
     "MB large": "MB kept, d = 4096, 32 layers\n(computed)",
 }
@@ -334,13 +315,8 @@ def _bytes_panel(axes, points, mb, measure, looks, control):
     axes.plot(*zip(*curve), color=DARK, linewidth=1) if curve else None
     for p in points:
         axes.plot(
-            p[mb],
-            p[measure],
-            linestyle="none",
-            markersize=5,
-            zorder=5,
-            marker=looks[p["method"]]["marker"],
-            color=looks[p["method"]]["color"],
+            p[mb], p[measure], linestyle="none", markersize=5, zorder=5,
+            marker=looks[p["method"]]["marker"], color=looks[p["method"]]["color"],
             label=p["method"],
         )
         if p["method"] == control:
@@ -349,12 +325,9 @@ def _bytes_panel(axes, points, mb, measure, looks, control):
     for p, y in zip(points, _apart([p[measure] for p in points], .075)):
         right = p[mb] > .6 * wide
         axes.annotate(
-            f"{_short(p['method'])}  {p[measure]:.2f}",
-            (p[mb], p[measure]),
-            (p[mb] + (-0.05 if right else 0.05) * wide, y),
-            ha="right" if right else "left",
-            color=looks[p["method"]]["color"],
-            **_LABEL,
+            f"{_short(p['method'])}  {p[measure]:.2f}", (p[mb], p[measure]),
+            (p[mb] + (-0.05 if right else 0.05) * wide, y), ha="right" if right else "left",
+            color=looks[p["method"]]["color"], **_LABEL,
         )
     axes.set_xlim(0, 1.12 * wide)
     axes.set_ylim(0, 1.08)
@@ -381,11 +354,7 @@ def bytes_chart(
         row[0].set_ylabel(_AXES.get(measure, measure), fontsize=9)
     handles = dict(zip(*grid[0][0].get_legend_handles_labels()[::-1]))
     figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
+        handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
     )
     return Chart(f"bytes_{measure.replace(' ', '_')}", figure)

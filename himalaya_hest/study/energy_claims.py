@@ -25,7 +25,7 @@ from .claims import Finding, shown_figure
 from ..hest.controller import FactorisedController, UnfactorisedController
 from .energy_standings import score_of
 from himalaya_hest.compare.pairs import (
-    bca_interval, by_pair, effect_size, holm, is_number, median_interval, sign_flip_p,
+    bca_interval, by_pair, effect_size, holm, is_number, median_interval, sign_flip_p
 )
 from ..measures.records import Table, run_role
 from ..compare.figures import DARK, MIDDLE, Chart, new_figure, plain_axes
@@ -105,8 +105,7 @@ def read_energy_evidence(
     for r in (r for b in blocks for r in of(b)): runs.setdefault(_same_run(r), r)
     found = [by_pair(rs) if rs else {} for rs in (of(directions), list(runs.values()))]
     e = EnergyEvidence(
-        *found,
-        hest,
+        *found, hest,
         {p.stem: read(p) for b in BENCHMARKS for p in sorted(folder.glob(f"{b}.json"))},
         (directions, *blocks),
     )
@@ -277,18 +276,9 @@ def duel(
     u, v = shared(a, b, "energy_share")
     p = sign_flip_p(x - y) if len(x) >= MAIN_PAIRS else math.nan
     return Duel(
-        ours,
-        theirs,
-        mask or theirs,
-        len(x),
-        (float(x.mean()), float(y.mean())),
-        interval_of(x - y),
-        p,
-        effect_size(x - y),
-        (float(u.mean()), float(v.mean())),
-        interval_of(u / v),
-        time_ratio(e, ours, theirs),
-        margin_of(a),
+        ours, theirs, mask or theirs, len(x), (float(x.mean()), float(y.mean())),
+        interval_of(x - y), p, effect_size(x - y), (float(u.mean()), float(v.mean())),
+        interval_of(u / v), time_ratio(e, ours, theirs), margin_of(a),
     )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #8d884bb9
@@ -333,53 +323,22 @@ def verdict_table(
     "The comparison behind the verdict."
     rows = [
         [
-            d.mask,
-            d.opponent,
-            d.n,
-            *d.scores,
-            *d.difference,
-            p,
-            d.d_z,
-            d.as_good,
-            *d.shares,
-            *d.energy,
-            d.cheaper,
-            *(d.time or [None] * 3),
-            d.faster,
-            d.earned(),
+            d.mask, d.opponent, d.n, *d.scores, *d.difference, p, d.d_z, d.as_good, *d.shares,
+            *d.energy, d.cheaper, *(d.time or [None] * 3), d.faster, d.earned(),
         ]
         for d, p in zip(found, _corrected([d.p for d in found]))
     ]
     columns = [
-        "against",
-        "its setting",
-        "n",
-        "ROUGE-L",
-        "theirs",
-        "difference",
-        "95 % from",
-        "to",
-        "p (Holm)",
-        "d_z",
-        "as good",
-        "energy share",
-        "their share",
-        "ratio",
-        "ratio from",
-        "ratio to",
-        "10 % less energy",
-        "time ratio",
-        "time from",
-        "time to",
-        "10 % less time",
+        "against", "its setting", "n", "ROUGE-L", "theirs", "difference", "95 % from", "to",
+        "p (Holm)", "d_z", "as good", "energy share", "their share", "ratio", "ratio from",
+        "ratio to", "10 % less energy", "time ratio", "time from", "time to", "10 % less time",
         "earned by energy",
     ]
     return Table(
         f"{found[0].method if found else 'HEST'} within n pairs: as good where the "
         f"difference is at least −{found[0].margin if found else .03}; energy modelled, "
         "end to end; time measured at batch 1",
-        columns,
-        rows,
+        columns, rows,
     )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #0a5f129c
@@ -431,8 +390,7 @@ def verdict_told(
         )
     missing, out = sorted(wanted - {d.mask for d in found}), []
     for by, unit in (
-        ("cheaper", "modelled energy"),
-        ("faster", f"measured time at d = {_width(e)}"),
+        ("cheaper", "modelled energy"), ("faster", f"measured time at d = {_width(e)}")
     ):
         part = [d for d in found if by == "cheaper" or d.time]
         if not part:
@@ -484,8 +442,7 @@ def settings_of(
     points = sorted(
         (
             _mean(e.blocks[m], "energy_share"),
-            _mean(e.blocks[m], score_of(list(e.blocks[m].values()))),
-            m,
+            _mean(e.blocks[m], score_of(list(e.blocks[m].values()))), m,
         )
         for m in names
     )
@@ -541,15 +498,9 @@ def equal_energy_table(
             d = a - b
             rows.append(
                 [
-                    m,
-                    mask,
-                    len(d),
-                    _mean(e.blocks[m], "energy_share"),
-                    float(a.mean()),
-                    float(b.mean()),
-                    *interval_of(d),
-                    sign_flip_p(d) if len(d) >= MAIN_PAIRS else math.nan,
-                    effect_size(d),
+                    m, mask, len(d), _mean(e.blocks[m], "energy_share"), float(a.mean()),
+                    float(b.mean()), *interval_of(d),
+                    sign_flip_p(d) if len(d) >= MAIN_PAIRS else math.nan, effect_size(d),
                     ruled(*interval_of(d)[1:], 0.0, above=True),
                 ]
             )
@@ -557,18 +508,8 @@ def equal_energy_table(
     return Table(
         "HEST and a mask of the same modelled energy, within n pairs",
         [
-            "HEST",
-            "mask",
-            "n",
-            "energy share",
-            "ROUGE-L",
-            "mask's",
-            "difference",
-            "95 % from",
-            "to",
-            "p (Holm)",
-            "d_z",
-            "above the mask",
+            "HEST", "mask", "n", "energy share", "ROUGE-L", "mask's", "difference", "95 % from",
+            "to", "p (Holm)", "d_z", "above the mask",
         ],
         rows,
     )
@@ -628,32 +569,16 @@ def pareto_table(
                 p["curve"],
                 ", ".join(x for x in p["method"].split(", ") if x not in p["curve"].split(", "))
                 or "–",
-                p["n"],
-                p["x"],
-                p["score"],
-                p["low"],
-                p["high"],
-                d and d.difference[0],
-                keeps,
-                one and one[0],
-                many and many[0],
+                p["n"], p["x"], p["score"], p["low"], p["high"], d and d.difference[0], keeps,
+                one and one[0], many and many[0],
             ]
         )
     return Table(
         "Settings over n pairs; energy modelled, end to end; time of an answer over the "
         "bare backbone's in fp32",
         [
-            "method",
-            "setting",
-            "n",
-            "energy share",
-            "ROUGE-L",
-            "95 % from",
-            "to",
-            "less int8's",
-            "keeps the margin",
-            "time, batch 1",
-            "time, batch 8",
+            "method", "setting", "n", "energy share", "ROUGE-L", "95 % from", "to", "less int8's",
+            "keeps the margin", "time, batch 1", "time, batch 8",
         ],
         rows,
     )
@@ -696,13 +621,8 @@ def pareto_curve(
         of = [p for p in points if p["curve"] == name]
         at, y, low, high = (np.array([p[k] for p in of]) for k in ("x", "score", "low", "high"))
         axes.plot(
-            at,
-            y,
-            color=color,
-            marker=marker,
-            markersize=5,
-            linestyle=style if len(of) > 1 else "none",
-            linewidth=1.4,
+            at, y, color=color, marker=marker, markersize=5,
+            linestyle=style if len(of) > 1 else "none", linewidth=1.4,
             label=f"{name} (n = {min(p['n'] for p in of)})",
         )
         if np.isnan(low).any(): pass
@@ -710,12 +630,7 @@ def pareto_curve(
         else: axes.errorbar(at, y, [y - low, high - y], color=color, linewidth=1, capsize=3)
         for a, b in zip(at, y):
             axes.annotate(
-                f"{b:.2f}",
-                (a, b),
-                (0, 6),
-                textcoords="offset points",
-                ha="center",
-                fontsize=6.5,
+                f"{b:.2f}", (a, b), (0, 6), textcoords="offset points", ha="center", fontsize=6.5,
                 color=color,
             )
     if x != "energy_share": axes.axvline(1., color="black", linewidth=.7, linestyle=":")
@@ -739,9 +654,7 @@ def main_method(
     return min(
         e.named(adapter, scope),
         key=lambda m: (
-            run_role(next(iter(runs[m].values()))) == "ablation",
-            -len(runs[m]),
-            "published" in m,
+            run_role(next(iter(runs[m].values()))) == "ablation", -len(runs[m]), "published" in m,
             m.count(","),
         ),
         default="",
@@ -781,32 +694,20 @@ def scores_and_savings(e: EnergyEvidence) -> list[Finding]:
         out += fs.values()
         if not (d := duel(e, ours, theirs, scope=scope)): continue
         _said(
-            fs["a"],
-            d.n,
-            d.difference,
-            d.as_good,
+            fs["a"], d.n, d.difference, d.as_good,
             f"{d.scores[0]:.3f} of {ours} against {d.scores[1]:.3f} of {theirs}",
-            f"held to −{d.margin}",
-            f"p {d.p:.3f}" * is_number(d.p),
+            f"held to −{d.margin}", f"p {d.p:.3f}" * is_number(d.p),
         )
         _said(
-            fs["c"],
-            d.n,
-            d.energy,
-            ruled(*d.energy[1:], 0.6),
-            f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}",
-            "held to .6",
+            fs["c"], d.n, d.energy, ruled(*d.energy[1:], 0.6),
+            f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}", "held to .6",
         )
         if "b" not in fs: continue
         u, v = shared(getattr(e, scope)[ours], getattr(e, scope)[theirs], "scope_energy_share")
         ratio = interval_of(u / v)
         _said(
-            fs["b"],
-            d.n,
-            ratio,
-            ruled(*ratio[1:], 0.6),
-            f"ratio of {u.mean():.3f} to {v.mean():.3f}",
-            "held to .6",
+            fs["b"], d.n, ratio, ruled(*ratio[1:], 0.6),
+            f"ratio of {u.mean():.3f} to {v.mean():.3f}", "held to .6",
         )
     return out
 
@@ -817,8 +718,7 @@ def latencies(e: EnergyEvidence) -> list[Finding]:
     for part, scope in (("2a", "directions"), ("2b", "blocks")):
         theirs = main_method(e, "tabs", scope)
         f = _finding(
-            e,
-            part,
+            e, part,
             f"p99 of a sample's latency 35 % below that with TABS over {scope}"
             + " (every block in fp)" * (scope == "directions"),
             (ours,),
@@ -829,12 +729,8 @@ def latencies(e: EnergyEvidence) -> list[Finding]:
         if not len(a): f.told = "latency was not measured"; continue
         low, high = median_interval(a / b) if len(a) >= MAIN_PAIRS else (math.nan, math.nan)
         _said(
-            f,
-            len(a),
-            (float(np.median(a / b)), low, high),
-            ruled(low, high, 0.65),
-            f"median ratio of {np.median(a):.1f} ms to {np.median(b):.1f} ms",
-            "held to .65",
+            f, len(a), (float(np.median(a / b)), low, high), ruled(low, high, 0.65),
+            f"median ratio of {np.median(a):.1f} ms to {np.median(b):.1f} ms", "held to .65",
         )
     return out
 
@@ -862,11 +758,9 @@ def controllers(e: EnergyEvidence) -> list[Finding]:
     for scope, letters in (("directions", "ab"), ("blocks", "cd")):
         ours, theirs = main_method(e, "hest", scope), main_method(e, "tabs", scope)
         f = _finding(
-            e,
-            f"3{letters[0]}",
+            e, f"3{letters[0]}",
             f"Gates over {scope}: at least 90 % fewer controller parameters than TABS",
-            (ours, theirs),
-            scope,
+            (ours, theirs), scope,
         )
         a, b = (
             max(
@@ -882,10 +776,7 @@ def controllers(e: EnergyEvidence) -> list[Finding]:
         for x, (a, b), n in ((f, (a, b), 1), (g, controller_numbers(scope, **FOUNDING), 0)):
             if a and b:
                 x.figure, x.n, x.here, x.unit, x.told = (
-                    1 - a / b,
-                    n,
-                    HOLDS if a <= 0.1 * b else FAILS,
-                    "%",
+                    1 - a / b, n, HOLDS if a <= 0.1 * b else FAILS, "%",
                     f"{a:,} against {b:,}" + ", less than none is saved" * (a > b),
                 )
         out += [f, g]
@@ -912,11 +803,7 @@ def bound_kept(e: EnergyEvidence, scope: str, part: str) -> Finding:
         if _bounded(r) and r["config"].get("e_max") and r["energy"].get("scope_energy_share")
     ]
     f = _finding(
-        e,
-        part,
-        f"Gates over {scope}: HEST never above E_max",
-        {m: 0 for m, _ in runs},
-        scope,
+        e, part, f"Gates over {scope}: HEST never above E_max", {m: 0 for m, _ in runs}, scope,
         unit="of E_max",
     )
     if runs:
@@ -928,8 +815,7 @@ def bound_kept(e: EnergyEvidence, scope: str, part: str) -> Finding:
             for _, r in runs
         }
         f.n, f.figure, f.here = (
-            sum(len(r["energy"]["scope_energy_share"]) for _, r in runs),
-            max(use.values()),
+            sum(len(r["energy"]["scope_energy_share"]) for _, r in runs), max(use.values()),
             HOLDS if max(use.values()) <= 1 + TOLERANCE else FAILS,
         )
         f.told = (
@@ -949,10 +835,7 @@ def overshoot(e: EnergyEvidence, scope: str, part: str) -> Finding:
     if not runs: return f
     found = interval_of([s["scope_energy_share_max"] / s["scope_energy_share"] for s in runs])
     return _said(
-        f,
-        len(runs),
-        found,
-        ruled(*found[1:], 1.8, above=True),
+        f, len(runs), found, ruled(*found[1:], 1.8, above=True),
         f"largest of any pair {max(s['scope_energy_share_max'] for s in runs):.3f}, mean "
         f"{np.mean([s['scope_energy_share'] for s in runs]):.3f}",
         "held to 1.8",
@@ -965,24 +848,18 @@ def bounds(e: EnergyEvidence) -> list[Finding]:
         "4c",
         "The bucket's bounds unbroken on at least 100,000 sequences, adversarial ones and "
         "4,096 tokens among them",
-        CANNOT,
-        unit="of a bound",
-        command=e.bench("energy_claims"),
+        CANNOT, unit="of a bound", command=e.bench("energy_claims"),
     )
     if b := e.measured.get("energy_claims", {}).get("bound"):
         f.figure, f.n, f.told = (
-            b["largest_use"],
-            b["sequences"],
+            b["largest_use"], b["sequences"],
             "largest use of a bound on prefix, token or window; random, constant and "
             "searched gate scores",
         )
         f.here = HOLDS if f.figure <= 1 + 1e-9 and f.n >= 100_000 else FAILS
     return [
-        bound_kept(e, "directions", "4a"),
-        bound_kept(e, "blocks", "4b"),
-        f,
-        overshoot(e, "directions", "4d"),
-        overshoot(e, "blocks", "4e"),
+        bound_kept(e, "directions", "4a"), bound_kept(e, "blocks", "4b"), f,
+        overshoot(e, "directions", "4d"), overshoot(e, "blocks", "4e"),
     ]
 
 # %% ../../nbs/study/05_energy_claims.ipynb #5c95f43b
@@ -1025,18 +902,12 @@ def deciding(e: EnergyEvidence) -> list[Finding]:
     grown = {k: g for k, rows in found.items() if (g := growth(rows))}
     out = [
         Finding(
-            "6a",
-            "Time of deciding sub-linear in the tokens, 512 to 4,096",
-            CANNOT,
-            unit="exponent",
-            command=e.bench("controller_share"),
+            "6a", "Time of deciding sub-linear in the tokens, 512 to 4,096", CANNOT,
+            unit="exponent", command=e.bench("controller_share"),
         ),
         Finding(
-            "6b",
-            "Its share of the pass' multiply-adds falls from 512 to 4,096 tokens",
-            CANNOT,
-            unit="times",
-            command=e.bench("controller_share"),
+            "6b", "Its share of the pass' multiply-adds falls from 512 to 4,096 tokens", CANNOT,
+            unit="times", command=e.bench("controller_share"),
         ),
     ]
     for f, i in zip(out, (0, 1) if grown else ()):
@@ -1068,10 +939,8 @@ def targets(e: EnergyEvidence) -> list[Finding]:
             _finding(e, f"7{letter}2", f"At least 10 % less energy than {whom}", names),
             *(
                 Finding(
-                    f"7{letter}{i}",
-                    f"At least 10 % less measured time than {whom}, batch {b}",
-                    CANNOT,
-                    command=e.bench("answer_time"),
+                    f"7{letter}{i}", f"At least 10 % less measured time than {whom}, batch {b}",
+                    CANNOT, command=e.bench("answer_time"),
                 )
                 for i, b in ((3, 1), (4, 8))
             ),
@@ -1079,29 +948,18 @@ def targets(e: EnergyEvidence) -> list[Finding]:
         out += fs
         if d is None: continue
         _said(
-            fs[0],
-            d.n,
-            d.difference,
-            d.as_good,
-            f"{d.scores[0]:.3f} against {d.scores[1]:.3f} of {d.opponent}",
-            f"held to −{d.margin}",
+            fs[0], d.n, d.difference, d.as_good,
+            f"{d.scores[0]:.3f} against {d.scores[1]:.3f} of {d.opponent}", f"held to −{d.margin}",
             f"d_z {d.d_z:.2f}" if d.d_z is not None else "",
         )
         _said(
-            fs[1],
-            d.n,
-            d.energy,
-            d.cheaper,
-            f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}, modelled",
-            f"held to {LESS}",
+            fs[1], d.n, d.energy, d.cheaper,
+            f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}, modelled", f"held to {LESS}",
         )
         for f, b in zip(fs[2:], (1, 8)):
             if t := time_ratio(e, e.hest, d.opponent, b):
                 f.figure, f.low, f.high, f.n, f.here, f.told = (
-                    *t,
-                    _rounds(e),
-                    ruled(*t[1:], LESS),
-                    f"ratio, n rounds; held to {LESS}",
+                    *t, _rounds(e), ruled(*t[1:], LESS), f"ratio, n rounds; held to {LESS}"
                 )
     return out
 
@@ -1137,20 +995,13 @@ def rooflines(e: EnergyEvidence) -> list[Finding]:
                     f"{backbone}, {r['setting']}: change of time from the bare backbone in fp "
                     "as a roofline expects",
                     HOLDS if all(kept) else CANNOT if any(kept) else FAILS,
-                    figure=float(np.median(x)),
-                    low=min(x),
-                    high=max(x),
-                    n=len(x),
-                    unit="%",
-                    told=told,
-                    command=record["command"],
+                    figure=float(np.median(x)), low=min(x), high=max(x), n=len(x), unit="%",
+                    told=told, command=record["command"],
                 )
             )
     return out or [
         Finding(
-            "8a",
-            "Change of time from the bare backbone at 7B as a roofline expects",
-            CANNOT,
+            "8a", "Change of time from the bare backbone at 7B as a roofline expects", CANNOT,
             command="python bench/gpu_blocks.py",
         )
     ]
@@ -1186,13 +1037,7 @@ def energy_claims_table(
     return Table(
         title,
         [
-            "part",
-            "claim",
-            "verdict",
-            "figure",
-            "95 %",
-            "n",
-            "how, and what else was seen",
+            "part", "claim", "verdict", "figure", "95 %", "n", "how, and what else was seen",
             "command",
         ],
         rows,
@@ -1230,8 +1075,7 @@ def width_table(
     return Table(
         "Measured time of a pass over that of uniform int8, by shares of off/int8: median "
         f"over n rounds and 95 % interval ({record['command']}, {record['device']})",
-        ["setting", "n", "int8 over fp32", *there],
-        rows,
+        ["setting", "n", "int8 over fp32", *there], rows,
     )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #35bcce7c
@@ -1278,9 +1122,7 @@ def main(
         return 2
     e = read_energy_evidence(arguments[0], hest="".join(arguments[1:]))
     print(
-        verdict_told(e),
-        verdict_table(duels(e)),
-        energy_claims_table(energy_findings(e)),
+        verdict_told(e), verdict_table(duels(e)), energy_claims_table(energy_findings(e)),
         sep="\n\n",
     )
     return 0

@@ -45,27 +45,15 @@ def energy_table(
     ]
     said = ENERGY_COLUMNS
     columns = [
-        "method",
-        "role",
-        "n",
-        said[score],
-        "95 % from",
-        "to",
-        *([said["rougeLsum"]] if score == "rougeL" else []),
-        said[f"{kind}_mj"],
-        "expected in training",
-        *(said[k] for k in MEANS),
-        *MAXIMA.values(),
-        *(said[k] for k in MEDIANS),
-        "token p50 (ms)",
-        "token p99 (ms)",
-        *(said[k] for k in SIZES),
+        "method", "role", "n", said[score], "95 % from", "to",
+        *([said["rougeLsum"]] if score == "rougeL" else []), said[f"{kind}_mj"],
+        "expected in training", *(said[k] for k in MEANS), *MAXIMA.values(),
+        *(said[k] for k in MEDIANS), "token p50 (ms)", "token p99 (ms)", *(said[k] for k in SIZES),
     ]
     return Table(
         f"{records[0]['world']['stream']}: mean over n pairs; the interval is over pairs "
         "(n ≥ 5)",
-        columns,
-        rows,
+        columns, rows,
     )
 
 # %% ../../nbs/study/01_energy_standings.ipynb #7f0997ae
@@ -91,20 +79,12 @@ def _row(name, runs, score, of):
     expected = [e for r in runs.values() if (e := expected_share(r)) is not None]
     mean = lambda key, f=np.mean: float(f(v)) if (v := of(name, key)) else None
     return [
-        name,
-        run_role(next(iter(runs.values()))),
-        len(runs),
-        mean(score),
-        *bca_interval(of(name, score)),
-        *([mean("rougeLsum")] if score == "rougeL" else []),
-        1e3 * mean("mean_joules_per_sample"),
-        float(np.mean(expected)) if expected else None,
-        *(mean(k) for k in MEANS),
-        *(mean(k, np.max) for k in MAXIMA),
-        *(mean(k, np.median) for k in MEDIANS),
-        *(_token_ms(runs, q) for q in ("p50", "p99")),
-        int(mean("controller_parameters", np.max)),
-        mean("adapter_mb", np.max),
+        name, run_role(next(iter(runs.values()))), len(runs), mean(score),
+        *bca_interval(of(name, score)), *([mean("rougeLsum")] if score == "rougeL" else []),
+        1e3 * mean("mean_joules_per_sample"), float(np.mean(expected)) if expected else None,
+        *(mean(k) for k in MEANS), *(mean(k, np.max) for k in MAXIMA),
+        *(mean(k, np.median) for k in MEDIANS), *(_token_ms(runs, q) for q in ("p50", "p99")),
+        int(mean("controller_parameters", np.max)), mean("adapter_mb", np.max),
     ]
 
 # %% ../../nbs/study/01_energy_standings.ipynb #a3c96a0e
@@ -120,8 +100,7 @@ def controller_table(
     parameters = {k[:2]: r["controller_parameters"] for k, r in found.items()}
     rows = [
         [
-            *k,
-            parameters[k[:2]],
+            *k, parameters[k[:2]],
             *(100 * r[what] if (r := found.get((*k, n))) else None for n in lengths),
         ]
         for k in keys
@@ -134,10 +113,7 @@ def controller_table(
     return Table(
         f"controller and gates in per cent of a forward pass: {said} ({record['command']})",
         [
-            "width",
-            "method",
-            "batch size",
-            "controller parameters",
+            "width", "method", "batch size", "controller parameters",
             *(f"{n:,} tokens" for n in lengths),
         ],
         rows,
@@ -170,16 +146,8 @@ def block_cost_table(
         f"{dtype} on {record['device']}, {record['threads']} "
         f"thread{'s' * (record['threads'] > 1)} ({record['command']})",
         [
-            "width",
-            "phase",
-            "batch size",
-            "tokens",
-            "fp (ms)",
-            "off",
-            "int8",
-            "largest residual",
-            "best cost of int8",
-            f"model off by, at {record['cost_int8_now']:g}",
+            "width", "phase", "batch size", "tokens", "fp (ms)", "off", "int8", "largest residual",
+            "best cost of int8", f"model off by, at {record['cost_int8_now']:g}",
         ],
         rows,
     )
@@ -211,8 +179,7 @@ def int8_product_table(
     return Table(
         f"int8 over fp32 and over bf16, {record['device']}, {record['threads']} "
         f"thread{'s' * (record['threads'] > 1)} ({record['command']})",
-        ["width", *(f"{of}, {n} rows" for of in ("of fp32", "of bf16") for n in rows_shown)],
-        shown,
+        ["width", *(f"{of}, {n} rows" for of in ("of fp32", "of bf16") for n in rows_shown)], shown,
     )
 
 # %% ../../nbs/study/01_energy_standings.ipynb #33f81e48
@@ -241,9 +208,7 @@ def settings_table(
     )
     rows = [
         [
-            *key,
-            len(of),
-            over([r["summary"][score] for r in of]),
+            *key, len(of), over([r["summary"][score] for r in of]),
             over([expected_share(r) for r in of]),
             over([r["summary"]["scope_energy_share"] for r in of]),
         ]
@@ -254,13 +219,8 @@ def settings_table(
     return Table(
         records[0]["world"]["stream"],
         [
-            "method",
-            "preset",
-            *(s.split(".")[-1].replace("_", " ") for s in settings),
-            "seeds",
-            ENERGY_COLUMNS[score],
-            "expected in training",
-            ENERGY_COLUMNS["scope_energy_share"],
+            "method", "preset", *(s.split(".")[-1].replace("_", " ") for s in settings), "seeds",
+            ENERGY_COLUMNS[score], "expected in training", ENERGY_COLUMNS["scope_energy_share"],
         ],
         sorted(rows, key=lambda r: (-best[r[0], r[1]], r[0], r[1], -r[-3])),
     )

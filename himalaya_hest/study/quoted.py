@@ -79,8 +79,7 @@ def page_text(
 ) -> str:
     "Its sources as one line, without repeated spaces."
     return re.sub(
-        r"\s+",
-        " ",
+        r"\s+", " ",
         " ".join(
             "".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
         ),
@@ -182,22 +181,13 @@ def quoted_table(
     return Table(
         "Figures from elsewhere",
         [
-            "what",
-            "quoted",
-            "source",
-            "quoted in",
-            "here",
-            "where",
+            "what", "quoted", "source", "quoted in", "here", "where",
             "what the two have in common, or why it is quoted only",
         ],
         [
             [
-                q.what,
-                q.figure,
-                q.source,
-                ", ".join(q.pages),
-                *figure_here(q, found, Path(folder)),
-                q.why,
+                q.what, q.figure, q.source, ", ".join(q.pages),
+                *figure_here(q, found, Path(folder)), q.why,
             ]
             for q in rows
         ],
