@@ -159,12 +159,10 @@ def aggregated_metrics(
     }
     proposed, baselines = (
         [
-            r
-            for r in records
+            r for r in records
             if run_role(r) == role
             and r.get("config", {}).get("protocol", "sequential") == "sequential"
-        ]
-        for role in ("proposed", "baseline")
+        ] for role in ("proposed", "baseline")
     )
     baseline = _best(baselines, name, higher)
     if name == "mean_joules_per_sample" and baseline:
@@ -206,8 +204,7 @@ def _by_mean(records, key):
         (
             m, [v for r in runs.values() if is_number(v := r["summary"].get(key))],
             run_role(next(iter(runs.values()))),
-        )
-        for m, runs in by_pair(records).items()
+        ) for m, runs in by_pair(records).items()
     )
     higher = PRIMARY.get(key, ("", True))[1]
     return sorted(
@@ -230,7 +227,7 @@ def _draw_band(axes, name, x, curves):
         axes.annotate(
             f"{mean[k]:.2f}", (x[k], mean[k]), (0, up), textcoords="offset points", ha=where,
             fontsize=7,
-            bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=0.8),
+            bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.8),
         )
     axes.set_title(
         "\n".join(_wrapped(name)) + f"\nn = {len(curves)}, AUC {mean.mean():.3f}", fontsize=8
@@ -269,7 +266,7 @@ def retained_bands(
         for other, behind in curves.items():
             if other != name:
                 axes.plot(
-                    x, behind.mean(0), color="#b4bac3", linewidth=0.8, label="the other methods",
+                    x, behind.mean(0), color="#b4bac3", linewidth=.8, label="the other methods",
                     zorder=1,
                 )
         if chance is not None:
@@ -327,7 +324,7 @@ def _draw_bars(axes, rows, key, label, chance=None):
             axes.text(0, y, " not measured", va="center", fontsize=6.5, color="#666666"); continue
         (color, hatch), x = LOOKS.get(role, ("white", "..")), middle(v)
         axes.barh(
-            y, x, height=0.62, color=color, hatch=hatch, edgecolor=DARK, linewidth=0.6,
+            y, x, height=.62, color=color, hatch=hatch, edgecolor=DARK, linewidth=.6,
             label=role or "role unknown",
         )
         if len(v) > 1:
@@ -336,8 +333,8 @@ def _draw_bars(axes, rows, key, label, chance=None):
                 linewidth=1.3, capsize=2.5, label=SPREAD,
             )
         axes.text(
-            max(high[y], x, 0) + 0.02 * span, y, f"{x:.3f}", va="center", fontsize=7,
-            bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=0.85),
+            max(high[y], x, 0) + .02 * span, y, f"{x:.3f}", va="center", fontsize=7,
+            bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.85),
         )
     if chance is not None:
         axes.axvline(chance, color=MIDDLE, linewidth=1.2, linestyle=(0, (2, 2)), label=CHANCE)
@@ -354,15 +351,13 @@ def method_bars(
     name, runs = primary_metric(same_world(records)), by_pair(records)
     rows = [(m, runs[m], role) for m, _, role in _by_mean(records, name)]
     panels = {
-        k: label
-        for k, label in PANELS[name].items()
+        k: label for k, label in PANELS[name].items()
         if any(is_number(r["summary"].get(k)) for r in records)
     }
     figure, (grid,) = new_figure(2.3 * len(panels) + 2.6, .34 * len(rows) + 1.5, 1, len(panels))
     chance = chance_scores(records) if name == "retained_accuracy_auc" else None
     chance = (
-        {"retained_accuracy_auc": chance["AUC"], "average_accuracy": chance["final"]}
-        if chance
+        {"retained_accuracy_auc": chance["AUC"], "average_accuracy": chance["final"]} if chance
         else {}
     )
     for axes, (key, label) in zip(grid, panels.items()):
@@ -383,8 +378,7 @@ def method_bars(
         frameon=False,
     )
     told = lambda key: "; ".join(
-        f"{m} {(np.median if key in MEDIANS else np.mean)(v):.3f}"
-        for m, r, _ in rows
+        f"{m} {(np.median if key in MEDIANS else np.mean)(v):.3f}" for m, r, _ in rows
         if (v := [x for p in r.values() if is_number(x := p["summary"].get(key))])
     )
     return Chart(
@@ -408,17 +402,17 @@ def pair_chart(
     for y, (name, v, _) in enumerate(rows):
         if len(v) >= FEWEST:
             axes.boxplot(
-                [v], positions=[y], orientation="horizontal", widths=0.5, whis=(0, 100),
+                [v], positions=[y], orientation="horizontal", widths=.5, whis=(0, 100),
                 manage_ticks=False, medianprops=dict(color=DARK, linewidth=1.6),
                 boxprops=dict(color="#6b7280"), whiskerprops=dict(color="#6b7280"),
                 capprops=dict(color="#6b7280"),
             )
         axes.scatter(
-            v, np.full(len(v), y), s=16, facecolor="white", edgecolor="#8a8f98", linewidth=0.8,
+            v, np.full(len(v), y), s=16, facecolor="white", edgecolor="#8a8f98", linewidth=.8,
             zorder=3, label="one (seed, order) pair",
         )
         axes.scatter(
-            [np.mean(v)], [y], marker="D", s=26, color=MIDDLE, edgecolor="black", linewidth=0.5,
+            [np.mean(v)], [y], marker="D", s=26, color=MIDDLE, edgecolor="black", linewidth=.5,
             zorder=4, label="mean",
         )
         axes.annotate(
@@ -474,15 +468,13 @@ def _best_proposed(records):
     none."""
     found = (
         {
-            m: runs
-            for m, runs in by_pair(records).items()
+            m: runs for m, runs in by_pair(records).items()
             if all(
                 run_role(r) == "proposed"
                 and r["config"].get("protocol", "sequential") == "sequential"
                 for r in runs.values()
             )
-        }
-        if records
+        } if records
         else {}
     )
     best = max(found, key=lambda m: _mean_of(found[m], "retained_accuracy_auc"), default=None)
@@ -508,8 +500,7 @@ def comparison_tables(
     if len(records) <= 12: tables.append(summary_table(records))
     told = all(r.get("task_info") for r in records)
     return tables + [
-        grouped_table(rs, reference)
-        for rs, reference in ((enough, ()), (few, theirs))
+        grouped_table(rs, reference) for rs, reference in ((enough, ()), (few, theirs))
         if rs and told
     ]
 
@@ -560,8 +551,7 @@ def evaluate_runs(
         f"record {i} ({str(r.get('run_id'))[:80]!r})" if isinstance(r, dict) else f"record {i}"
     )
     records = (
-        load_records(results_dir, run_ids)
-        if records is None
+        load_records(results_dir, run_ids) if records is None
         else same_world(
             readable(lambda ir: check_record(ir[1], told(*ir)), list(enumerate(records)))
         )

@@ -45,8 +45,7 @@ def read_folders(
     """Read all records of some folders, of repeated runs the first; FileNotFoundError where there
     are none."""
     folders = (
-        [f.strip() for f in folders.split(",")]
-        if isinstance(folders, str)
+        [f.strip() for f in folders.split(",")] if isinstance(folders, str)
         else [folders] if isinstance(folders, Path) else list(folders)
     )
     found, skipped = [], []
@@ -75,14 +74,12 @@ def _first_of_each(found): # [(folder, record)]
         records = [r for _, r in runs]
         for (folder, r), more in zip(runs, _told_apart(records, list(map(pair, records)))):
             if (first := seen.setdefault((key, more, pair(r)), (folder, r)))[1] is not r:
-                out.append(
-                    (
-                        r,
-                        f"{folder}: {r['run_id']} is the run {first[1]['run_id']} of "
-                        f"{first[0]} again ({key[1]}, seed and order_seed {pair(r)}), and left "
-                        "out",
-                    )
-                )
+                out.append((
+                    r,
+                    f"{folder}: {r['run_id']} is the run {first[1]['run_id']} of "
+                    f"{first[0]} again ({key[1]}, seed and order_seed {pair(r)}), and left "
+                    "out",
+                ))
     left = {id(r) for r, _ in out}
     return [r for _, r in found if id(r) not in left], [told for _, told in out]
 
@@ -95,8 +92,7 @@ def _table(self,
             name, len(rs), len({method_of(r) for r in rs}),
             len({(r["config"].get("seed", 0), r["config"].get("order_seed", 0)) for r in rs}),
             len(rs[0]["tasks"]), rs[0]["config"].get("model"),
-        ]
-        for name, rs in self.worlds().items()
+        ] for name, rs in self.worlds().items()
     ]
     return Table(
         f"{len(self.records)} records of {len(rows)} world{'s' * (len(rows) > 1)}"
@@ -121,8 +117,7 @@ def _choose(self,
             f"{', '.join(sorted({method_of(r) for r in records}))}"
         )
     return [
-        r
-        for r in records
+        r for r in records
         if (not methods or method_of(r) in methods) and (not role or r.get("role") == role)
     ]
 

@@ -204,14 +204,14 @@ def score_matrix(
     T = len(names)
     figures = T <= MOST_FIGURES
     figure, ((axes,),) = new_figure(
-        max((0.31 if figures else 0.15) * T + 2.8, 5.0), (0.29 if figures else 0.15) * T + 2.6
+        max((.31 if figures else .15) * T + 2.8, 5.0), (.29 if figures else .15) * T + 2.6
     )
     # none: a pixel a cell in the PDF
     image = axes.imshow(
         R, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation=None if figures else "none"
     )
     _write_cells(
-        axes, R, [[f"{100 * x:.0f}" if not np.isnan(x) else "" for x in row] for row in R], 0.55,
+        axes, R, [[f"{100 * x:.0f}" if not np.isnan(x) else "" for x in row] for row in R], .55,
         6.5,
     )
     axes.set_xticks(
@@ -281,12 +281,12 @@ def dictionary_life(
     column = lambda k: np.array([float(e.get(k) or 0) for e in life])
     kept, pruned, free = column("kept"), column("pruned"), column("free")
     figure, ((top,), (low,)) = new_figure(
-        max(5.0, 0.33 * len(x) + 1.2), 5.0, 2, sharex=True, height_ratios=(3, 2)
+        max(5.0, .33 * len(x) + 1.2), 5.0, 2, sharex=True, height_ratios=(3, 2)
     )
     for axes in (top, low): plain_axes(axes)
     top.bar(x, kept, width=.65, color=DARK, label="kept by the task")
     top.bar(
-        x, pruned, width=0.65, bottom=kept, color="white", edgecolor=DARK, hatch="////",
+        x, pruned, width=.65, bottom=kept, color="white", edgecolor=DARK, hatch="////",
         label="grown and given back",
     )
     for a, k, p in zip(x, kept, pruned):
@@ -298,7 +298,7 @@ def dictionary_life(
     low.step(x, free, where="mid", color=MIDDLE, label="free after the task")
     for a, f in zip(x, free):
         low.text(
-            a, f + 0.02 * max(free.max(), 1), f"{f:.0f}", ha="center", va="bottom", fontsize=6.5
+            a, f + .02 * max(free.max(), 1), f"{f:.0f}", ha="center", va="bottom", fontsize=6.5
         )
     low.set_ylim(0, 1.18 * max(free.max(), 1))
     low.set_ylabel("free slots", fontsize=9)
@@ -333,7 +333,7 @@ def learning_curves(
         raise ValueError(f"run {record['run_id']!r} has no history with steps: nothing was trained")
     x, tasks = _running_steps(history), [h.get("task") for h in history]
     figure, ((top,), (low,)) = new_figure(
-        max(6.0, 0.33 * len(record["tasks"]) + 1.2), 5.2, 2, sharex=True
+        max(6.0, .33 * len(record["tasks"]) + 1.2), 5.2, 2, sharex=True
     )
     for axes, key, label, color, marker in (
         (top, "train_loss", "training loss (nats per token)", DARK, None),
@@ -348,7 +348,7 @@ def learning_curves(
             )
         else:
             axes.text(
-                0.5, 0.4, "not recorded", transform=axes.transAxes, ha="center", fontsize=9,
+                .5, .4, "not recorded", transform=axes.transAxes, ha="center", fontsize=9,
                 color="#666666",
             )
         for a, v in points if marker else ():
@@ -372,7 +372,7 @@ def _mark_tasks(axes, x, tasks):
         if k + 1 == len(tasks) or tasks[k + 1] != name:
             axes.axvline(x[k], color="#b9bec6", linewidth=.6)
             axes.text(
-                (start + x[k]) / 2, 0.98, str(name), transform=axes.get_xaxis_transform(),
+                (start + x[k]) / 2, .98, str(name), transform=axes.get_xaxis_transform(),
                 rotation=90, ha="center", va="top", fontsize=6, color="#444444",
             )
             start = x[k]
@@ -465,7 +465,7 @@ def utilisation(
     image = axes.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto")
     _write_cells(
         axes, shown, [[f"{100 * v:.0f}" if not np.isnan(v) else "" for v in row] for row in shown],
-        0.55, 8,
+        .55, 8,
     )
     axes.set_xticks(
         range(shown.shape[1]),
@@ -513,8 +513,6 @@ def run_report(
         tables.append(group_table(record))
     if record.get("bytes"): tables.append(byte_table(record))
     return tables + [
-        c
-        for c in run_charts(record)
-        if c.topic
+        c for c in run_charts(record) if c.topic
         in ("retained_accuracy", "score_matrix", "dictionary", "energy_curve", "utilisation")
     ]

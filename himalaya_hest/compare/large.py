@@ -20,13 +20,10 @@ def large_llama(
     "A Llama-2-7B by its shapes alone."
     from transformers import LlamaConfig, LlamaForCausalLM
     with torch.device("meta"):
-        return LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=width, intermediate_size=11008 * width // 4096,
-                num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=32,
-                vocab_size=32000,
-            )
-        )
+        return LlamaForCausalLM(LlamaConfig(
+            hidden_size=width, intermediate_size=11008 * width // 4096, num_hidden_layers=layers,
+            num_attention_heads=32, num_key_value_heads=32, vocab_size=32000,
+        ))
 
 # %% ../../nbs/compare/02_large.ipynb #d3ddbd7f
 def large_adapter(

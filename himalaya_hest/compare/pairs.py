@@ -55,13 +55,11 @@ def method_of(
     preset, protocol = c.get("preset", "default"), c.get("protocol", "sequential")
     known, unsaid = record.get("searched") or searched(c["adapter"], preset), object()
     set_ = {
-        k: v
-        for k, v in (c.get("adapter_config") or {}).items()
+        k: v for k, v in (c.get("adapter_config") or {}).items()
         if known["adapter_config"].get(k, unsaid) != v
     }
     set_ |= {
-        f"ewc {k}": v
-        for k, v in (c.get("ewc") or {}).items()
+        f"ewc {k}": v for k, v in (c.get("ewc") or {}).items()
         if (EWC_DEFAULTS | known["ewc"]).get(k, v) != v
     }
     if "e_max" in set_ and set_["e_max"] == tabs_e_max(
@@ -111,8 +109,7 @@ def _told_apart(runs, pairs):
     if len(set(pairs)) == len(pairs): return [""] * len(runs)
     settings, usual = [_settings(r) for r in runs], [_usual(r) for r in runs]
     differ = [
-        k
-        for k in settings[0]
+        k for k in settings[0]
         if all(k in s for s in settings) and len({repr(s[k]) for s in settings}) > 1
     ]
     # what a run does first, then what is measured of it
@@ -157,7 +154,7 @@ def made_up_pairs(
     for name, k in keeps:
         for i in range(n):
             r = made_up_record(
-                f"{name}-{i}", T=T, keeps=k - 0.004 * (i % 3),
+                f"{name}-{i}", T=T, keeps=k - .004 * (i % 3),
                 role="proposed" if name == "himalaya" else "baseline", adapter=name, seed=i,
             )
             r["config"] |= dict(seed=i, order_seed=i)

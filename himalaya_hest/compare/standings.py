@@ -53,8 +53,7 @@ def chance_runs(
     return list(
         {
             (r["config"].get("seed", 0), r["config"].get("order_seed", 0)): r | dict(matrix=m)
-            for r in records
-            if (m := chance_matrix(r))
+            for r in records if (m := chance_matrix(r))
         }.values()
     )
 
@@ -68,8 +67,7 @@ def chance_scores(
         group_scores(r, set(r["tasks"]) if names is None else names) for r in chance_runs(records)
     ]
     return {
-        k: float(np.mean(v))
-        for k in ("AUC", "final")
+        k: float(np.mean(v)) for k in ("AUC", "final")
         if (v := [f[k] for f in found if f[k] is not None])
     } or None
 
@@ -136,15 +134,13 @@ def main_table(
         if len(runs) < least: continue
         shown |= {r["run_id"] for r in runs.values()}
         auc, final = _column(runs, "retained_accuracy_auc"), _mean_of(runs, "average_accuracy")
-        rows.append(
-            [
-                name, len(runs), float(np.mean(auc)), *bca_interval(auc), final,
-                *_rows_interval(row_means(runs, runs), final),
-                _mean_of(runs, "just_learned_accuracy"), _mean_of(runs, "average_forgetting"),
-                _mean_of(runs, "worst_drop", max), _mean_of(runs, "adapter_mb"), _large_mb(runs),
-                _mean_of(runs, "cpu_latency_overhead", np.median),
-            ]
-        )
+        rows.append([
+            name, len(runs), float(np.mean(auc)), *bca_interval(auc), final,
+            *_rows_interval(row_means(runs, runs), final), _mean_of(runs, "just_learned_accuracy"),
+            _mean_of(runs, "average_forgetting"), _mean_of(runs, "worst_drop", max),
+            _mean_of(runs, "adapter_mb"), _large_mb(runs),
+            _mean_of(runs, "cpu_latency_overhead", np.median),
+        ])
     if not rows:
         raise ValueError(
             f"no method has {least} (seed, order) pairs, which the main table needs: run "
@@ -177,27 +173,20 @@ def paired_table(
     value = lambda name, pair, key=metric: runs[name][pair]["summary"].get(key)
     for other in (m for m in runs if m != method):
         pairs = [
-            p
-            for p in runs[method]
+            p for p in runs[method]
             if p in runs[other] and is_number(value(method, p)) and is_number(value(other, p))
         ]
         if len(pairs) < least: left.append(f"{other} (n = {len(pairs)})"); continue
         d = np.array([value(method, p) - value(other, p) for p in pairs])
-        final = float(
-            np.mean(
-                [
-                    value(method, p, "average_accuracy") - value(other, p, "average_accuracy")
-                    for p in pairs
-                ]
-            )
-        )
-        rows.append(
-            [
-                other, len(d), float(d.mean()), *bca_interval(d), sign_flip_p(d), None,
-                effect_size(d), float(((d > 0) + (d == 0) / 2).mean()), final,
-                *_rows_interval(_row_differences(runs[method], runs[other], pairs), final),
-            ]
-        )
+        final = float(np.mean([
+            value(method, p, "average_accuracy") - value(other, p, "average_accuracy")
+            for p in pairs
+        ]))
+        rows.append([
+            other, len(d), float(d.mean()), *bca_interval(d), sign_flip_p(d), None, effect_size(d),
+            float(((d > 0) + (d == 0) / 2).mean()), final,
+            *_rows_interval(_row_differences(runs[method], runs[other], pairs), final),
+        ])
     for row, p in zip(rows, holm([row[5] for row in rows])): row[6] = float(p)
     columns = [
         "opponent", "n", "difference", "95 % from", "to", "p (exact)", "p (Holm)", "d_z", "won",
@@ -232,8 +221,7 @@ def _on_same_pairs(ours, theirs):
     None without any theirs."""
     d = [x - theirs[p] for p, x in ours.items() if x is not None and theirs.get(p) is not None]
     return (
-        [float(np.mean(d)), min(d), max(d), len(d)]
-        if d
+        [float(np.mean(d)), min(d), max(d), len(d)] if d
         else [None, None, None, 0 if theirs else None]
     )
 
@@ -250,15 +238,13 @@ def exploratory_table(
     (base, against), rows = _one_method(reference), []
     for name, runs in by_pair(records).items():
         auc = list(_aucs(runs).values())
-        rows.append(
-            [
-                name, len(runs), float(np.mean(auc)), min(auc), max(auc),
-                *_on_same_pairs(_aucs(runs), _aucs(against)), _mean_of(runs, "average_accuracy"),
-                _mean_of(runs, "just_learned_accuracy"), _mean_of(runs, "average_forgetting"),
-                _mean_of(runs, "worst_drop", max), _mean_of(runs, "adapter_mb"),
-                _mean_of(runs, "cpu_latency_overhead", np.median),
-            ]
-        )
+        rows.append([
+            name, len(runs), float(np.mean(auc)), min(auc), max(auc),
+            *_on_same_pairs(_aucs(runs), _aucs(against)), _mean_of(runs, "average_accuracy"),
+            _mean_of(runs, "just_learned_accuracy"), _mean_of(runs, "average_forgetting"),
+            _mean_of(runs, "worst_drop", max), _mean_of(runs, "adapter_mb"),
+            _mean_of(runs, "cpu_latency_overhead", np.median),
+        ])
     columns = [
         "method", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n", "final",
         "just learned", "forgotten", "worst drop", "MB kept", "CPU latency +",
@@ -299,25 +285,20 @@ def _group_rows(group, names, methods, against, sure):
         found = {p: group_scores(r, names) for p, r in runs.items()}
         mean = {
             k: (
-                float(np.mean(v))
-                if (v := [f[k] for f in found.values() if f[k] is not None])
+                float(np.mean(v)) if (v := [f[k] for f in found.values() if f[k] is not None])
                 else None
-            )
-            for k in ("AUC", "just learned", "final", "forgotten")
+            ) for k in ("AUC", "just learned", "final", "forgotten")
         }
         auc = {p: f["AUC"] for p, f in found.items()}
         known = [x for x in auc.values() if x is not None]
         spread = (
-            [*bca_interval(known), None, None]
-            if sure
+            [*bca_interval(known), None, None] if sure
             else [None, None, min(known, default=None), max(known, default=None)]
         )
-        rows.append(
-            [
-                group, len(names), m, len(runs), mean["AUC"], *spread, *_on_same_pairs(auc, theirs),
-                mean["just learned"], mean["final"], mean["forgotten"],
-            ]
-        )
+        rows.append([
+            group, len(names), m, len(runs), mean["AUC"], *spread, *_on_same_pairs(auc, theirs),
+            mean["just learned"], mean["final"], mean["forgotten"],
+        ])
     return sorted(rows, key=lambda row: -1 if row[4] is None else row[4], reverse=True)
 
 # %% ../../nbs/compare/03_standings.ipynb #1e1a9970
@@ -347,8 +328,7 @@ def grouped_table(
     title = (
         f"{records[0]['config']['stream']}, groups of tasks"
         + (
-            ": means over n (seed, order) pairs, with the 95 % interval of the AUC"
-            if sure
+            ": means over n (seed, order) pairs, with the 95 % interval of the AUC" if sure
             else ", exploratory: means, smallest and largest of n (seed, order) pairs; no tests"
         )
         + f"; differences of the AUC to {base} on d n same pairs" * bool(base)
@@ -379,14 +359,12 @@ def fairness_table(
             sorted(kinds.items(), key=lambda k: k[0] != "own") if len(kinds) > 1 or not base else ()
         ):
             auc = list(_aucs(runs).values())
-            rows.append(
-                [
-                    m, kind, len(runs), float(np.mean(auc)), min(auc), max(auc),
-                    *_on_same_pairs(_aucs(runs), _aucs(base) if kind != "own" else {}),
-                    _mean_of(runs, "average_accuracy"), _mean_of(runs, "just_learned_accuracy"),
-                    _mean_of(runs, "average_forgetting"),
-                ]
-            )
+            rows.append([
+                m, kind, len(runs), float(np.mean(auc)), min(auc), max(auc),
+                *_on_same_pairs(_aucs(runs), _aucs(base) if kind != "own" else {}),
+                _mean_of(runs, "average_accuracy"), _mean_of(runs, "just_learned_accuracy"),
+                _mean_of(runs, "average_forgetting"),
+            ])
     columns = [
         "method", "instructions", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n",
         "final", "just learned", "forgotten",
@@ -407,20 +385,17 @@ def tuned_single(
     """What the reference learns of each task alone, mean over its runs. Raises ValueError where
     they were run with several settings."""
     runs = [
-        r
-        for r in records
+        r for r in records
         if r["config"].get("protocol") == "single" and r["config"]["adapter"] == adapter
     ]
     rates = {
-        json.dumps(
+        json.dumps([
             [
-                [
-                    r["config"].get("training", {}).get(k)
-                    for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")
-                ],
-                r["config"].get("adapter_config"),
-            ]
-        )
+                r["config"].get("training", {}).get(k)
+                for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")
+            ],
+            r["config"].get("adapter_config"),
+        ])
         for r in runs
     }
     if len(rates) > 1:
@@ -453,37 +428,29 @@ def target_table(
         _verdict(good, sure) if len(values) >= least else "too few pairs"
     )
     low, high = bca_interval(lost)
-    rows.append(
-        [
-            "forgotten", f"≤ {most_forgotten}", len(lost), float(lost.mean()), low, high,
-            judged(lost, lost.mean() <= most_forgotten, high <= most_forgotten),
-        ]
-    )
+    rows.append([
+        "forgotten", f"≤ {most_forgotten}", len(lost), float(lost.mean()), low, high,
+        judged(lost, lost.mean() <= most_forgotten, high <= most_forgotten),
+    ])
     if single:
         low, high = bca_interval(learned / single)
-        rows.append(
-            [
-                "just learned, of LoRA's alone", f"≥ {least_learned}", len(learned),
-                float(learned.mean() / single), low, high,
-                judged(learned, learned.mean() / single >= least_learned, low >= least_learned),
-            ]
-        )
+        rows.append([
+            "just learned, of LoRA's alone", f"≥ {least_learned}", len(learned),
+            float(learned.mean() / single), low, high,
+            judged(learned, learned.mean() / single >= least_learned, low >= least_learned),
+        ])
     against = {r["opponent"]: r for r in paired_table(records, method, least=least).records()}
     for o in opponents:
         if (r := against.get(o)) is None:
-            rows.append(
-                [
-                    f"AUC above {o}", "> 0", len(runs.get(o, ())), None, None, None,
-                    "too few pairs" if o in runs else "not run",
-                ]
-            )
+            rows.append([
+                f"AUC above {o}", "> 0", len(runs.get(o, ())), None, None, None,
+                "too few pairs" if o in runs else "not run",
+            ])
         else:
-            rows.append(
-                [
-                    f"AUC above {o}", "> 0", r["n"], r["difference"], r["95 % from"], r["to"],
-                    _verdict(r["difference"] > 0, r["95 % from"] > 0 and r["p (Holm)"] < 0.05),
-                ]
-            )
+            rows.append([
+                f"AUC above {o}", "> 0", r["n"], r["difference"], r["95 % from"], r["to"],
+                _verdict(r["difference"] > 0, r["95 % from"] > 0 and r["p (Holm)"] < .05),
+            ])
     return Table(
         f"{method}: what was asked, and what it gave",
         ["target", "limit", "n", "figure", "95 % from", "to", "verdict"], rows,

@@ -43,12 +43,10 @@ class Followed:
             row += [(states[i, t], keys[i, t], headed[i, t], attended[i, t]) for t in range(n)]
     # (rows, 3) of prefixes, tokens, windows
     def use(self, e_max: float, capacity: float) -> np.ndarray:
-        return np.array(
-            [
-                bound_use(self.costs, e_max, capacity, *(np.array(x) for x in zip(*row)))
-                for row in self.rows
-            ]
-        )
+        return np.array([
+            bound_use(self.costs, e_max, capacity, *(np.array(x) for x in zip(*row)))
+            for row in self.rows
+        ])
 
 # %% ../../nbs/study/03_bounds.ipynb #c0cb03cf
 def followed_parts(core: GatedDirections) -> list[Followed]:
@@ -107,8 +105,7 @@ def bounds_table(
         [
             r["method"], r["scope"], "kept" if r["bounded"] else "none", r["e_max"], r["way"],
             r["n_rows"], *(r["use"][k] for k in ("prefix", "token", "window")),
-        ]
-        for r in record["rows"]
+        ] for r in record["rows"]
     ]
     return Table(
         f"largest use of a bound, {record['new_tokens']} new tokens ({record['command']})",

@@ -65,8 +65,7 @@ def _adapters(grid):
     "The adapters that a grid file runs."
     grid = yaml.safe_load(grid.read_text(encoding="utf-8"))
     return {
-        a
-        for axes in [*grid["axes"], {k: [v] for k, v in grid.get("base", {}).items()}]
+        a for axes in [*grid["axes"], {k: [v] for k, v in grid.get("base", {}).items()}]
         for a in axes.get("adapter", ())
     }
 
@@ -120,8 +119,7 @@ def shown_figure(
 ) -> tuple[str, str]: # figure with its unit, and the interval
     "Figure and interval as text, a dash for what is not known."
     text = lambda x: (
-        f"{100 * x:.2f}"
-        if f.unit in ("pp", "%")
+        f"{100 * x:.2f}" if f.unit in ("pp", "%")
         else f"{x:,.0f}" if f.unit in ("lines", "files") else f"{x:.3f}"
     )
     if f.figure is None: return "–", "–"
@@ -165,8 +163,7 @@ def compare(
 ) -> tuple[Finding, float]: # the finding, and the exact p of the difference against the margin; nan where nothing can be compared
     "The paired difference with its interval; the verdict waits for Holm's correction."
     pairs = [
-        p
-        for p in sorted(ours.keys() & theirs.keys())
+        p for p in sorted(ours.keys() & theirs.keys())
         if value(ours[p]) is not None and value(theirs[p]) is not None
     ]
     if not pairs: return f, math.nan
@@ -197,8 +194,7 @@ def final_score(
     "Mean score after the last task, over some of the tasks."
     metrics, last = metric_names(record), record["matrix"][-1]
     found = [
-        last[j]
-        for j, t in enumerate(record["tasks"])
+        last[j] for j, t in enumerate(record["tasks"])
         if wanted(t, metrics[t]) and last[j] is not None
     ]
     return float(np.mean(found)) if found else None
@@ -210,20 +206,20 @@ def comparisons() -> list[tuple]: # (finding, names of the rival, value, margin)
     of = lambda wanted: lambda r: final_score(r, wanted)
     less = "Forgets at least {} pp less than {}, which was said to forget {} pp"
     return [
-        (Finding("1b", less.format(3.5, "LoRA", "5 to 8"), unit="pp"), ("lora",), lost, -0.035),
-        (Finding("1c", less.format(1.2, "LILAC", 2.7), unit="pp"), LILAC, lost, -0.012),
-        (Finding("1d", less.format(1.2, "COLTAS", 2.7), unit="pp"), COLTAS, lost, -0.012),
+        (Finding("1b", less.format(3.5, "LoRA", "5 to 8"), unit="pp"), ("lora",), lost, -.035),
+        (Finding("1c", less.format(1.2, "LILAC", 2.7), unit="pp"), LILAC, lost, -.012),
+        (Finding("1d", less.format(1.2, "COLTAS", 2.7), unit="pp"), COLTAS, lost, -.012),
         (
             Finding("2a", "Final mean at least 1 pp above LILAC on classification", unit="pp"),
-            LILAC, of(lambda t, m: m == "label_accuracy"), 0.01,
+            LILAC, of(lambda t, m: m == "label_accuracy"), .01,
         ),
         (
             Finding("2b", "At least .6 BLEU above LILAC on WMT14 English–German", unit="pp"), LILAC,
-            of(lambda t, m: t.startswith("wmt14")), 0.006,
+            of(lambda t, m: t.startswith("wmt14")), .006,
         ),
         (
             Finding("2c", "At least 1.4 ROUGE-L above LILAC on summarisation", unit="pp"), LILAC,
-            of(lambda t, m: m == "rouge_l"), 0.014,
+            of(lambda t, m: m == "rouge_l"), .014,
         ),
     ]
 
@@ -256,8 +252,7 @@ def forgetting_chart(
     """A circle for each pair, a diamond with its interval for their mean, the least forgetful
     first; ValueError where nothing was run."""
     rows = {
-        m: [r["summary"]["average_forgetting"] for r in runs.values()]
-        for m, runs in e.runs.items()
+        m: [r["summary"]["average_forgetting"] for r in runs.values()] for m, runs in e.runs.items()
         if not m.endswith(("(zero-shot)", "(single)", "(joint)"))
     }
     if not rows:
@@ -268,7 +263,7 @@ def forgetting_chart(
     for y, (name, lost) in enumerate(rows):
         low, high = bca_interval(lost)
         axes.scatter(
-            lost, [y] * len(lost), s=22, facecolor="white", edgecolor="#8a8f98", linewidth=0.9,
+            lost, [y] * len(lost), s=22, facecolor="white", edgecolor="#8a8f98", linewidth=.9,
             zorder=2, label="one (seed, order) pair",
         )
         if low == low:
@@ -282,7 +277,7 @@ def forgetting_chart(
             ha="left", fontsize=7.5,
         )
     axes.axvline(
-        limit, color="black", linestyle="--", linewidth=0.8, zorder=1,
+        limit, color="black", linestyle="--", linewidth=.8, zorder=1,
         label=f"limit of claim 1: {limit}",
     )
     axes.set_yticks(
@@ -328,8 +323,7 @@ def storage(e: Evidence) -> list[Finding]:
             f"most {max(mb):.3f}, says nothing of it",
         )
         grown = [
-            (r["kept_bytes"][-1] - r["kept_bytes"][0]) / 1e6
-            for r in ours.values()
+            (r["kept_bytes"][-1] - r["kept_bytes"][0]) / 1e6 for r in ours.values()
             if r.get("kept_bytes")
         ]
         if grown:
@@ -387,8 +381,7 @@ NORM_LIMIT = 1.05
 def _settings_told(e, name, form):
     "What a form was measured with, where the comparison's runs of its preset had something else."
     if lack := [
-        k
-        for k in ("gamma", "learning_rate", "training", "adapter_config", "exchanged")
+        k for k in ("gamma", "learning_rate", "training", "adapter_config", "exchanged")
         if k not in form
     ]:
         return f"settings not recorded ({', '.join(lack)})"
@@ -444,8 +437,7 @@ def norms(e: Evidence) -> list[Finding]:
             f.figure = max(x["largest"]) if what == "largest" else x["size"]["largest"]
             f.here, f.command = HELD if f.figure <= NORM_LIMIT else NOT_HELD, part["command"]
             f.n, told = (
-                (x["tasks"], f"largest after any of n tasks; {x['bits']} bits")
-                if what == "largest"
+                (x["tasks"], f"largest after any of n tasks; {x['bits']} bits") if what == "largest"
                 else (
                     x["prompts"],
                     f"largest {x['size']['of']} over n prompts and all sites, mean "
@@ -521,8 +513,7 @@ def operations(e: Evidence) -> list[Finding]:
             judge(x, mini[key], .04)
             # decoding does not route again
             extra = (
-                large["128"]["extra"]
-                if key == "prompts"
+                large["128"]["extra"] if key == "prompts"
                 else large["1"]["sites"] / large["1"]["backbone"]
             )
             x.founding, x.command = HELD if extra < .04 else NOT_HELD, f["command"]
@@ -537,11 +528,11 @@ def operations(e: Evidence) -> list[Finding]:
     if f:
         m = mini["mixed_batch"]
         d.figure, d.n, d.command, d.here = (
-            m["extra"], m["sequences"], f["command"], HELD if m["extra"] < 0.04 else NOT_HELD
+            m["extra"], m["sequences"], f["command"], HELD if m["extra"] < .04 else NOT_HELD
         )
         worst = m["sequences"] * large["128"]["sites"] / large["128"]["backbone"]
         d.founding, d.told = (
-            HELD if worst < 0.04 else NOT_HELD,
+            HELD if worst < .04 else NOT_HELD,
             "one batch of n tasks, reading and 16 tokens; Llama-2-7B by its shapes: "
             f"{100 * worst:.2f} % if every row opened {f['slots']} slots of its own",
         )
@@ -574,8 +565,7 @@ def code(e: Evidence) -> list[Finding]:
         "files in the wheel that pip built", unit="files",
     )
     native = {
-        k: n
-        for k, n in p.get("files", {}).items()
+        k: n for k, n in p.get("files", {}).items()
         if k in (".cu", ".cuh", ".cpp", ".cc", ".c", ".so", ".pyx")
     }
     add(
@@ -638,18 +628,15 @@ def privacy(e: Evidence) -> list[Finding]:
     "Claim 7: a list, and no verdict."
     rows = kept_of_data().records()
     share = sum(
-        r["bytes"]
-        for r in rows
+        r["bytes"] for r in rows
         if "training rows" in r["computed from"] or "instructions" in r["computed from"]
     ) / sum(r["bytes"] for r in rows)
-    return [
-        Finding(
-            "7", "Data-free privacy", here=NOT_TESTABLE, figure=share, unit="%",
-            told="share of the kept bytes that are computed from training rows or instructions; no "
-            "attack was tried",
-            command=ITSELF,
-        )
-    ]
+    return [Finding(
+        "7", "Data-free privacy", here=NOT_TESTABLE, figure=share, unit="%",
+        told="share of the kept bytes that are computed from training rows or instructions; no "
+        "attack was tried",
+        command=ITSELF,
+    )]
 
 # %% ../../nbs/study/04_claims.ipynb #a2eed357
 CLAIMS = (scores, storage, latency, norms, operations, code, privacy)
@@ -670,8 +657,7 @@ def claims_table(
         [
             f.part, f.claim, f.here, *shown_figure(f), f.n or None, f.founding, f.told or "–",
             f"`{f.command}`" if f.command else "–",
-        ]
-        for f in found
+        ] for f in found
     ]
     return Table(
         title,
@@ -729,8 +715,7 @@ def sizes_told(
         said.append(
             f"{m} {mb(_mean_of(e.runs[m], 'adapter_mb'))} here, {mb(large)} at d = 4096"
             + (
-                ""
-                if large is None
+                "" if large is None
                 else ", below the limit" if large < QUESTION_MB else ", above the limit"
             )
         )

@@ -116,14 +116,11 @@ CONTROL = "lora-bank"
 def _over_tasks(points, method, control, measure):
     "(tasks, method's values, control's values) where both are known."
     value = {(p["method"], p["tasks"]): p[measure] for p in points}
-    x = sorted(
-        {
-            p["tasks"]
-            for p in points
-            if value.get((method, p["tasks"])) is not None
-            and value.get((control, p["tasks"])) is not None
-        }
-    )
+    x = sorted({
+        p["tasks"] for p in points
+        if value.get((method, p["tasks"])) is not None
+        and value.get((control, p["tasks"])) is not None
+    })
     return x, [value[method, n] for n in x], [value[control, n] for n in x]
 
 # %% ../../nbs/study/02_curves.ipynb #e43af4a8
@@ -131,8 +128,7 @@ def _told(x, ours, theirs, names, unit, smaller=False):
     "One crossing in words: where, and who leads before and after."
     at, sign = crossing(x, ours, theirs), -1 if smaller else 1
     leads = lambda i: (
-        names[0]
-        if sign * (ours[i] - theirs[i]) > 0
+        names[0] if sign * (ours[i] - theirs[i]) > 0
         else names[1] if ours[i] != theirs[i] else "neither"
     )
     if at is None: return [None, f"none from {x[0]:.4g} to {x[-1]:.4g} {unit}: {leads(0)} leads"]
@@ -159,14 +155,12 @@ def crossing_table(
     for mb in ("MB mini", "MB large"):
         for n in sorted({p["tasks"] for p in points}):
             curve = sorted(
-                (p[mb], p["AUC"])
-                for p in points
+                (p[mb], p["AUC"]) for p in points
                 if p["tasks"] == n and p["method"].startswith(family) and p[mb] is not None
             )
             its = next(
                 (
-                    p
-                    for p in points
+                    p for p in points
                     if p["tasks"] == n and p["method"] == control and p[mb] is not None
                 ),
                 None,
@@ -176,12 +170,10 @@ def crossing_table(
                 [c[0] for c in curve], [c[1] for c in curve], [its["AUC"]] * len(curve),
                 (family, control), "MB",
             )
-            rows.append(
-                [
-                    f"AUC of {n} tasks against {mb}", family, told[0],
-                    f"{told[1]}; {control} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}",
-                ]
-            )
+            rows.append([
+                f"AUC of {n} tasks against {mb}", family, told[0],
+                f"{told[1]}; {control} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}",
+            ])
     return Table(f"Crossings with {control}", ["curves", "method", "at", "who leads"], rows)
 
 # %% ../../nbs/study/02_curves.ipynb #cd7fea0c
@@ -195,8 +187,7 @@ def _looks(points, control):
         m: dict(
             marker=_MARKS[i % 6][0], linestyle=_MARKS[i % 6][1],
             color=MIDDLE if m.startswith(base) else DARK,
-        )
-        for i, m in enumerate(methods)
+        ) for i, m in enumerate(methods)
     }
 
 # %% ../../nbs/study/02_curves.ipynb #04be1a9a
@@ -225,15 +216,14 @@ def _merged(rows):
             float(np.mean([v for v, _ in same])),
             "/".join([same[0][1]] + [n.removeprefix("K ") for _, n in same[1:]]) + f"  {text}",
             color,
-        )
-        for (text, color), same in out.items()
+        ) for (text, color), same in out.items()
     ]
 
 # %% ../../nbs/study/02_curves.ipynb #c5ab8f58
 _LABEL = dict(
     fontsize=6.5, va="center",
-    bbox=dict(boxstyle="square,pad=.08", facecolor="white", edgecolor="none", alpha=0.85),
-    arrowprops=dict(arrowstyle="-", color="#9aa3af", linewidth=0.5, shrinkA=0, shrinkB=2),
+    bbox=dict(boxstyle="square,pad=.08", facecolor="white", edgecolor="none", alpha=.85),
+    arrowprops=dict(arrowstyle="-", color="#9aa3af", linewidth=.5, shrinkA=0, shrinkB=2),
 )
 
 def _write_points(axes, x, rows, gap, shift, log=False):
@@ -264,8 +254,7 @@ def tasks_chart(
     )
     return Chart(
         (
-            "tasks"
-            if measures == ("AUC", "final")
+            "tasks" if measures == ("AUC", "final")
             else "tasks_" + "_".join(m.replace(" ", "_") for m in measures)
         ),
         figure,
@@ -284,10 +273,9 @@ def _tasks_panel(axes, points, measure, looks, lengths):
             axes, i,
             [
                 (p[measure], _short(p["method"]), f"{p[measure]:.2f}", looks[p["method"]]["color"])
-                for p in points
-                if p["tasks"] == n
+                for p in points if p["tasks"] == n
             ],
-            0.05 * _decades(points, measure) if mb else 0.055, 0.1, mb,
+            .05 * _decades(points, measure) if mb else .055, .1, mb,
         )
     if mb: axes.set_yscale("log"); axes.margins(y=.12); axes.yaxis.set_major_formatter("{x:g}")
     else: axes.set_ylim(0, 1.08)
@@ -326,7 +314,7 @@ def _bytes_panel(axes, points, mb, measure, looks, control):
         right = p[mb] > .6 * wide
         axes.annotate(
             f"{_short(p['method'])}  {p[measure]:.2f}", (p[mb], p[measure]),
-            (p[mb] + (-0.05 if right else 0.05) * wide, y), ha="right" if right else "left",
+            (p[mb] + (-.05 if right else .05) * wide, y), ha="right" if right else "left",
             color=looks[p["method"]]["color"], **_LABEL,
         )
     axes.set_xlim(0, 1.12 * wide)
@@ -343,7 +331,7 @@ def bytes_chart(
     looks, lengths = _looks(points, control), sorted({p["tasks"] for p in points})
     sizes = [mb for mb in ("MB mini", "MB large") if any(p[mb] is not None for p in points)]
     figure, grid = new_figure(
-        2.5 * len(lengths) + 0.6, 2.9 * len(sizes) + 0.5, len(sizes), len(lengths)
+        2.5 * len(lengths) + .6, 2.9 * len(sizes) + .5, len(sizes), len(lengths)
     )
     for row, mb in zip(grid, sizes):
         for axes, n in zip(row, lengths):

@@ -47,8 +47,7 @@ class EnergyEvidence:
     def named(self, adapter: str, scope: str = "blocks") -> list[str]:
         "The methods whose runs are of this adapter."
         return [
-            m
-            for m, runs in getattr(self, scope).items()
+            m for m, runs in getattr(self, scope).items()
             if next(iter(runs.values()))["config"]["adapter"] == adapter
         ]
     def is_part(self, method: str) -> bool:
@@ -60,9 +59,7 @@ class EnergyEvidence:
     def command(self, *names, scope: str = "blocks") -> str:
         "What makes the runs of these methods; of none, the grid that would."
         there = dict.fromkeys(
-            r["command"]
-            for n in names
-            for r in getattr(self, scope).get(n, {}).values()
+            r["command"] for n in names for r in getattr(self, scope).get(n, {}).values()
             if "command" in r
         )
         return (
@@ -146,7 +143,7 @@ def made_up_energy(
                     e_max=config.get("e_max"),
                 ),
                 summary=dict(
-                    rougeL=score + 0.02 * math.cos(i) + wave,
+                    rougeL=score + .02 * math.cos(i) + wave,
                     energy_share=energy * (1 + wave),
                     scope_energy_share=scope_share,
                     scope_energy_share_max=1.5 * scope_share,
@@ -156,7 +153,7 @@ def made_up_energy(
                 )
                 | summary,
                 energy=dict(
-                    scope_energy_share=[0.5 * scope_share, 1.5 * scope_share],
+                    scope_energy_share=[.5 * scope_share, 1.5 * scope_share],
                     energy_share=[energy] * 2,
                 ),
             )
@@ -197,8 +194,7 @@ def shared(
 ) -> tuple[np.ndarray, np.ndarray]: # ours, theirs, of the pairs that both have
     "Values of the summary within pairs."
     found = [
-        (a, b)
-        for p in sorted(ours.keys() & theirs.keys())
+        (a, b) for p in sorted(ours.keys() & theirs.keys())
         if is_number(a := ours[p]["summary"].get(key))
         and is_number(b := theirs[p]["summary"].get(key))
     ]
@@ -224,8 +220,7 @@ def time_ratio(
             rounds[r["run_id"] or r["method"]] = r["ms_rounds"]
     of = lambda m: next(
         (
-            rounds[i]
-            for i in [m, *(r["run_id"] for r in e.blocks.get(m, {}).values())]
+            rounds[i] for i in [m, *(r["run_id"] for r in e.blocks.get(m, {}).values())]
             if i in rounds
         ),
         None,
@@ -294,13 +289,11 @@ def cheapest_as_good(
     found = [d for m in [*e.named(mask), *e.named("int8")] if (d := duel(e, ours, m))]
     if not any(d.opponent in e.named(mask) for d in found): return None
     good = [
-        d
-        for d in found
+        d for d in found
         if (d.difference[1] if is_number(d.difference[1]) else d.difference[0]) <= d.margin
     ]
     return (
-        min(good, key=lambda d: d.shares[1]).opponent
-        if good
+        min(good, key=lambda d: d.shares[1]).opponent if good
         else min(found, key=lambda d: d.difference[0]).opponent
     )
 
@@ -325,8 +318,7 @@ def verdict_table(
         [
             d.mask, d.opponent, d.n, *d.scores, *d.difference, p, d.d_z, d.as_good, *d.shares,
             *d.energy, d.cheaper, *(d.time or [None] * 3), d.faster, d.earned(),
-        ]
-        for d, p in zip(found, _corrected([d.p for d in found]))
+        ] for d, p in zip(found, _corrected([d.p for d in found]))
     ]
     columns = [
         "against", "its setting", "n", "ROUGE-L", "theirs", "difference", "95 % from", "to",
@@ -359,8 +351,7 @@ def _range(x, signed=False):
 def _against(d, by):
     "One opponent, in words."
     whom = (
-        "uniform int8"
-        if d.mask == "int8"
+        "uniform int8" if d.mask == "int8"
         else f"{d.mask} (its cheapest not shown to be worse: {d.opponent})"
     )
     ratio = d.energy if by == "cheaper" else d.time
@@ -401,8 +392,7 @@ def verdict_told(
             continue
         said = {d.earned(by) for d in part}
         verdict = (
-            "does not earn its place"
-            if FAILS in said
+            "does not earn its place" if FAILS in said
             else (
                 "cannot be told to earn its place"
                 if CANNOT in said or missing or len(part) < len(found)
@@ -443,8 +433,7 @@ def settings_of(
         (
             _mean(e.blocks[m], "energy_share"),
             _mean(e.blocks[m], score_of(list(e.blocks[m].values()))), m,
-        )
-        for m in names
+        ) for m in names
     )
     best = max((y for _, y, _ in points), default=0)
     for x, y, m in points:
@@ -496,14 +485,12 @@ def equal_energy_table(
             a, b = equal_energy(e, m, mask)
             if not len(a): continue
             d = a - b
-            rows.append(
-                [
-                    m, mask, len(d), _mean(e.blocks[m], "energy_share"), float(a.mean()),
-                    float(b.mean()), *interval_of(d),
-                    sign_flip_p(d) if len(d) >= MAIN_PAIRS else math.nan, effect_size(d),
-                    ruled(*interval_of(d)[1:], 0.0, above=True),
-                ]
-            )
+            rows.append([
+                m, mask, len(d), _mean(e.blocks[m], "energy_share"), float(a.mean()),
+                float(b.mean()), *interval_of(d),
+                sign_flip_p(d) if len(d) >= MAIN_PAIRS else math.nan, effect_size(d),
+                ruled(*interval_of(d)[1:], 0.0, above=True),
+            ])
     for row, p in zip(rows, _corrected([r[9] for r in rows])): row[9] = p
     return Table(
         "HEST and a mask of the same modelled energy, within n pairs",
@@ -536,18 +523,16 @@ def pareto_points(
                 *bca_interval(np.round([r["summary"][x] for r in runs.values()], 12)),
             )
         elif (where := time_ratio(e, m, "fp32", 8 if x.endswith("8") else 1)) is None: continue
-        out.append(
-            dict(
-                curve=curve_of(m),
-                method=m,
-                n=len(y),
-                x=where[0],
-                x_low=where[1],
-                x_high=where[2],
-                score=float(np.mean(y)),
-                **dict(zip(("low", "high"), bca_interval(y))),
-            )
-        )
+        out.append(dict(
+            curve=curve_of(m),
+            method=m,
+            n=len(y),
+            x=where[0],
+            x_low=where[1],
+            x_high=where[2],
+            score=float(np.mean(y)),
+            **dict(zip(("low", "high"), bca_interval(y))),
+        ))
     return sorted(out, key=lambda p: (p["curve"], p["x"]))
 
 # %% ../../nbs/study/05_energy_claims.ipynb #91839ca0
@@ -564,15 +549,13 @@ def pareto_table(
             time_ratio(e, p["method"], "fp32", 8),
         )
         keeps = None if p["method"] == int8 or d is None else d.as_good
-        rows.append(
-            [
-                p["curve"],
-                ", ".join(x for x in p["method"].split(", ") if x not in p["curve"].split(", "))
-                or "–",
-                p["n"], p["x"], p["score"], p["low"], p["high"], d and d.difference[0], keeps,
-                one and one[0], many and many[0],
-            ]
-        )
+        rows.append([
+            p["curve"],
+            ", ".join(x for x in p["method"].split(", ") if x not in p["curve"].split(", "))
+            or "–",
+            p["n"], p["x"], p["score"], p["low"], p["high"], d and d.difference[0], keeps,
+            one and one[0], many and many[0],
+        ])
     return Table(
         "Settings over n pairs; energy modelled, end to end; time of an answer over the "
         "bare backbone's in fp32",
@@ -699,14 +682,14 @@ def scores_and_savings(e: EnergyEvidence) -> list[Finding]:
             f"held to −{d.margin}", f"p {d.p:.3f}" * is_number(d.p),
         )
         _said(
-            fs["c"], d.n, d.energy, ruled(*d.energy[1:], 0.6),
+            fs["c"], d.n, d.energy, ruled(*d.energy[1:], .6),
             f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}", "held to .6",
         )
         if "b" not in fs: continue
         u, v = shared(getattr(e, scope)[ours], getattr(e, scope)[theirs], "scope_energy_share")
         ratio = interval_of(u / v)
         _said(
-            fs["b"], d.n, ratio, ruled(*ratio[1:], 0.6),
+            fs["b"], d.n, ratio, ruled(*ratio[1:], .6),
             f"ratio of {u.mean():.3f} to {v.mean():.3f}", "held to .6",
         )
     return out
@@ -729,7 +712,7 @@ def latencies(e: EnergyEvidence) -> list[Finding]:
         if not len(a): f.told = "latency was not measured"; continue
         low, high = median_interval(a / b) if len(a) >= MAIN_PAIRS else (math.nan, math.nan)
         _said(
-            f, len(a), (float(np.median(a / b)), low, high), ruled(low, high, 0.65),
+            f, len(a), (float(np.median(a / b)), low, high), ruled(low, high, .65),
             f"median ratio of {np.median(a):.1f} ms to {np.median(b):.1f} ms", "held to .65",
         )
     return out
@@ -769,14 +752,13 @@ def controllers(e: EnergyEvidence) -> list[Finding]:
                     for r in getattr(e, scope).get(m, {}).values()
                 ),
                 default=0,
-            )
-            for m in (ours, theirs)
+            ) for m in (ours, theirs)
         )
         g = Finding(f"3{letters[1]}", "… at the size of Llama-2-7B, by shapes", command=ITSELF)
         for x, (a, b), n in ((f, (a, b), 1), (g, controller_numbers(scope, **FOUNDING), 0)):
             if a and b:
                 x.figure, x.n, x.here, x.unit, x.told = (
-                    1 - a / b, n, HOLDS if a <= 0.1 * b else FAILS, "%",
+                    1 - a / b, n, HOLDS if a <= .1 * b else FAILS, "%",
                     f"{a:,} against {b:,}" + ", less than none is saved" * (a > b),
                 )
         out += [f, g]
@@ -797,9 +779,7 @@ def _bounded(record):
 def bound_kept(e: EnergyEvidence, scope: str, part: str) -> Finding:
     "HEST's largest sample over its bound, over all settings of HEST with a bucket."
     runs = [
-        (m, r)
-        for m in e.named("hest", scope)
-        for r in getattr(e, scope)[m].values()
+        (m, r) for m in e.named("hest", scope) for r in getattr(e, scope)[m].values()
         if _bounded(r) and r["config"].get("e_max") and r["energy"].get("scope_energy_share")
     ]
     f = _finding(
@@ -811,8 +791,7 @@ def bound_kept(e: EnergyEvidence, scope: str, part: str) -> Finding:
             r["run_id"]: max(
                 r["summary"]["scope_energy_share_max"], *r["energy"]["scope_energy_share"]
             )
-            / r["config"]["e_max"]
-            for _, r in runs
+            / r["config"]["e_max"] for _, r in runs
         }
         f.n, f.figure, f.here = (
             sum(len(r["energy"]["scope_energy_share"]) for _, r in runs), max(use.values()),
@@ -917,8 +896,7 @@ def deciding(e: EnergyEvidence) -> list[Finding]:
             "median, smallest and largest of n widths and batch sizes; in time it is "
             f"{100 * min(r['time_share'] for rows in found.values() for r in rows):.0f} to "
             f"{100 * max(r['time_share'] for rows in found.values() for r in rows):.0f} % "
-            f"of a pass on {record['device']}"
-            if i == 0
+            f"of a pass on {record['device']}" if i == 0
             else "median, smallest and largest of n widths and batch sizes"
         )
     return out
@@ -929,8 +907,7 @@ def targets(e: EnergyEvidence) -> list[Finding]:
     out, by = [], {d.mask: d for d in duels(e)}
     for letter, mask in zip("abc", ("int8", *MASKS)):
         d, whom = by.get(mask), (
-            "uniform int8"
-            if mask == "int8"
+            "uniform int8" if mask == "int8"
             else f"{mask} without a controller, its cheapest not shown to be worse"
         )
         names = (e.hest, *(e.named(mask) if d is None else [d.opponent]))
@@ -941,8 +918,7 @@ def targets(e: EnergyEvidence) -> list[Finding]:
                 Finding(
                     f"7{letter}{i}", f"At least 10 % less measured time than {whom}, batch {b}",
                     CANNOT, command=e.bench("answer_time"),
-                )
-                for i, b in ((3, 1), (4, 8))
+                ) for i, b in ((3, 1), (4, 8))
             ),
         ]
         out += fs
@@ -969,42 +945,34 @@ def rooflines(e: EnergyEvidence) -> list[Finding]:
     out = []
     for record in (r for name, r in e.measured.items() if name.startswith("gpu_blocks")):
         for backbone, r in (
-            (b, r)
-            for b, part in record["backbones"].items()
-            for r in part.get("roofline", [])
+            (b, r) for b, part in record["backbones"].items() for r in part.get("roofline", [])
             if r["measured"]
         ):
-            least, most = r["expected"]["least"] - 0.025, (
-                math.inf if r["expected"]["most"] is None else r["expected"]["most"] + 0.025
+            least, most = r["expected"]["least"] - .025, (
+                math.inf if r["expected"]["most"] is None else r["expected"]["most"] + .025
             )
             x = [m["time"] for m in r["measured"]]
             kept = [least <= v <= most for v in x]
             told = (
                 f"expected {100 * r['expected']['least']:.0f} %"
                 + (
-                    f" to {100 * r['expected']['most']:.0f} %"
-                    if math.isfinite(most)
+                    f" to {100 * r['expected']['most']:.0f} %" if math.isfinite(most)
                     else " or more"
                 )
                 + f", kept within 2.5 points in {sum(kept)} of n settings; median, smallest "
                 f"and largest of these; wall time on {record['device']}, random weights"
             )
-            out.append(
-                Finding(
-                    f"8{'abcdefghij'[len(out)]}",
-                    f"{backbone}, {r['setting']}: change of time from the bare backbone in fp "
-                    "as a roofline expects",
-                    HOLDS if all(kept) else CANNOT if any(kept) else FAILS,
-                    figure=float(np.median(x)), low=min(x), high=max(x), n=len(x), unit="%",
-                    told=told, command=record["command"],
-                )
-            )
-    return out or [
-        Finding(
-            "8a", "Change of time from the bare backbone at 7B as a roofline expects", CANNOT,
-            command="python bench/gpu_blocks.py",
-        )
-    ]
+            out.append(Finding(
+                f"8{'abcdefghij'[len(out)]}",
+                f"{backbone}, {r['setting']}: change of time from the bare backbone in fp "
+                "as a roofline expects",
+                HOLDS if all(kept) else CANNOT if any(kept) else FAILS, figure=float(np.median(x)),
+                low=min(x), high=max(x), n=len(x), unit="%", told=told, command=record["command"],
+            ))
+    return out or [Finding(
+        "8a", "Change of time from the bare backbone at 7B as a roofline expects", CANNOT,
+        command="python bench/gpu_blocks.py",
+    )]
 
 def _rounds(e): return max(len(r["ms_rounds"]) for r in e.measured["answer_time"]["rows"])
 
@@ -1064,14 +1032,12 @@ def width_table(
     ], []
     for r in record["rows"]:
         of = {v["variant"]: v for v in r["variants"]}
-        rows.append(
-            [
-                _setting(r),
-                r["rounds"],
-                of["int8"]["of_fp32"]["median"],
-                *(shown(of[v]["of_int8"]) if v in of else None for v in there),
-            ]
-        )
+        rows.append([
+            _setting(r),
+            r["rounds"],
+            of["int8"]["of_fp32"]["median"],
+            *(shown(of[v]["of_int8"]) if v in of else None for v in there),
+        ])
     return Table(
         "Measured time of a pass over that of uniform int8, by shares of off/int8: median "
         f"over n rounds and 95 % interval ({record['command']}, {record['device']})",
@@ -1088,14 +1054,11 @@ def widths_told(
     out = []
     for name in variants:
         found = [
-            (_setting(r), v["of_int8"])
-            for r in record["rows"]
-            for v in r["variants"]
+            (_setting(r), v["of_int8"]) for r in record["rows"] for v in r["variants"]
             if v["variant"] == name
         ]
         pays = [
-            f"{setting} ({x['median']:.2f})"
-            for setting, x in found
+            f"{setting} ({x['median']:.2f})" for setting, x in found
             if ruled(x["low"], x["high"], LESS) == HOLDS
         ]
         if found:

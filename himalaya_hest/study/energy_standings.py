@@ -39,8 +39,7 @@ def energy_table(
     kind = joules_source([r["summary"]["joules_source"] for r in records])
     of = lambda name, key: [v for r in runs[name].values() if is_number(v := r["summary"].get(key))]
     rows = [
-        _row(name, runs[name], score, of)
-        for name in [m for m in first if m in runs]
+        _row(name, runs[name], score, of) for name in [m for m in first if m in runs]
         + sorted((m for m in runs if m not in first), key=lambda m: -np.mean(of(m, score)))
     ]
     said = ENERGY_COLUMNS
@@ -68,8 +67,7 @@ def expected_share(
 def _token_ms(runs, percentile):
     "Of a single decoded token, median over pairs; None where no run was timed."
     found = [
-        timed["decoded_tokens"][percentile]
-        for r in runs.values()
+        timed["decoded_tokens"][percentile] for r in runs.values()
         if (timed := r.get("energy", {}).get("latency_ms"))
     ]
     return float(np.median(found)) if found else None
@@ -102,8 +100,7 @@ def controller_table(
         [
             *k, parameters[k[:2]],
             *(100 * r[what] if (r := found.get((*k, n))) else None for n in lengths),
-        ]
-        for k in keys
+        ] for k in keys
     ]
     said = (
         f"time on {record['device']}, {record['threads']} " f"thread{'s' * (record['threads'] > 1)}"
@@ -138,9 +135,7 @@ def block_cost_table(
             r["residual"],
             r["cost_int8"],
             r["model_residual_now"],
-        ]
-        for r in record["rows"]
-        if r["dtype"] == dtype
+        ] for r in record["rows"] if r["dtype"] == dtype
     ]
     return Table(
         f"{dtype} on {record['device']}, {record['threads']} "
@@ -169,12 +164,10 @@ def int8_product_table(
         [
             d,
             *(
-                ratio(found[d, n], of) if (d, n) in found else None
-                for of in ("fp32", "bf16")
+                ratio(found[d, n], of) if (d, n) in found else None for of in ("fp32", "bf16")
                 for n in rows_shown
             ),
-        ]
-        for d in sorted({d for d, _ in found})
+        ] for d in sorted({d for d, _ in found})
     ]
     return Table(
         f"int8 over fp32 and over bf16, {record['device']}, {record['threads']} "
@@ -211,8 +204,7 @@ def settings_table(
             *key, len(of), over([r["summary"][score] for r in of]),
             over([expected_share(r) for r in of]),
             over([r["summary"]["scope_energy_share"] for r in of]),
-        ]
-        for key, of in found.items()
+        ] for key, of in found.items()
     ]
     best = {}
     for row in rows: best[row[0], row[1]] = max(best.get((row[0], row[1]), 0), row[-3])

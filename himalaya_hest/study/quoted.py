@@ -161,8 +161,7 @@ def figure_here(
             " to ".join(f"{v:,.0f}" for v in x) if isinstance(x, list) else f"{x:,}"
         ) + f" {h['unit']}" + ", predicted" * ("predicted" in h), f"records/{file}"
     runs = [
-        r
-        for p in sorted((folder / h["runs"]).glob("*.json"))
+        r for p in sorted((folder / h["runs"]).glob("*.json"))
         if method_of(r := json.loads(p.read_text(encoding="utf-8"))) in h["method"]
     ]
     values = [r["summary"][h["metric"]] for r in runs]
@@ -188,7 +187,6 @@ def quoted_table(
             [
                 q.what, q.figure, q.source, ", ".join(q.pages),
                 *figure_here(q, found, Path(folder)), q.why,
-            ]
-            for q in rows
+            ] for q in rows
         ],
     )
