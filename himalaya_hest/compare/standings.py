@@ -31,10 +31,12 @@ def group_scores(
     known = lambda values: (
         float(np.mean(v)) if len(v := [x for x in values if not np.isnan(x)]) else None
     )
+    # without all rows of the matrix only what was just learned is known
     if not at or not is_complete(record):
         return dict(
             AUC=None, **{"just learned": known(np.diag(R)[at]), "final": None, "forgotten": None}
         )
+    # from the group's first task on, over those of its tasks that were seen
     curve = [R[i, [j for j in at if j <= i]].mean() for i in evaluated_rows(R) if i >= at[0]]
     return {
         "AUC": float(np.mean(curve)),
@@ -87,13 +89,14 @@ def _mean_of(runs, key, mean=np.mean):
     "Over the runs that have it; None where none has."
     return float(mean(v)) if (v := _column(runs, key)) else None
 
+# %% ../../nbs/compare/03_standings.ipynb #5bfaf60d
 def _large_mb(runs):
     """Mean over the runs, computed for the large model: MB after the last task; None where it
     cannot be built."""
     first = next(iter(runs.values()))
     try: large = large_adapter(first)
     except ValueError: return None # an adapter that is not known here
-    # whose slots in use differ from run to run
+    # only himalaya's slots in use differ from run to run; one run speaks for any other method
     same = first["config"]["adapter"].partition("+")[0] != "himalaya"
     return (
         float(np.mean([large_bytes(large, r) for r in ([first] if same else runs.values())])) / 1e6
@@ -111,9 +114,9 @@ def _rows_interval(values, center):
 def _known_columns(title, columns, rows):
     "A table without the columns of which nothing is known."
     known = lambda x: x is not None and x == x
-    keep = [i for i in range(len(columns)) if any(known(row[i]) for row in rows)] or range(
-        len(columns)
-    )
+    keep = [
+        i for i in range(len(columns)) if any(known(row[i]) for row in rows)
+    ] or range(len(columns))
     return Table(title, [columns[i] for i in keep], [[row[i] for i in keep] for row in rows])
 
 def _means_table(title, columns, rows, records):
@@ -131,6 +134,7 @@ def main_table(
     score over evaluated rows."""
     rows, shown = [], set()
     for name, runs in by_pair(records).items():
+        # with fewer pairs a method belongs into the exploratory table
         if len(runs) < least: continue
         shown |= {r["run_id"] for r in runs.values()}
         auc, final = _column(runs, "retained_accuracy_auc"), _mean_of(runs, "average_accuracy")
@@ -141,6 +145,7 @@ def main_table(
             _mean_of(runs, "adapter_mb"), _large_mb(runs),
             _mean_of(runs, "cpu_latency_overhead", np.median),
         ])
+    # an empty table would hide that the runs are missing
     if not rows:
         raise ValueError(
             f"no method has {least} (seed, order) pairs, which the main table needs: run "
@@ -152,10 +157,10 @@ def main_table(
     ]
     title = (
         f"{records[0]['config']['stream']}: means over n (seed, order) pairs, the best AUC "
-        "first; 95 % intervals of the AUC over pairs and of the final score over "
-        "evaluated rows; "
+        "first; 95 % intervals of the AUC over pairs and of the final score over evaluated rows; "
         "MB large: computed for d = 4096, 32 layers"
     )
+    # chance over the very pairs that the table shows
     return _means_table(title, columns, rows, [r for r in records if r["run_id"] in shown])
 
 # %% ../../nbs/compare/03_standings.ipynb #13bdfebe
@@ -170,6 +175,7 @@ def paired_table(
     runs, rows, left = by_pair(records), [], []
     if method not in runs:
         raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
+    # both of a pair have to have the value, else the pair does not count
     value = lambda name, pair, key=metric: runs[name][pair]["summary"].get(key)
     for other in (m for m in runs if m != method):
         pairs = [
@@ -178,6 +184,7 @@ def paired_table(
         ]
         if len(pairs) < least: left.append(f"{other} (n = {len(pairs)})"); continue
         d = np.array([value(method, p) - value(other, p) for p in pairs])
+        # the final score stands beside it, whichever the metric
         final = float(np.mean([
             value(method, p, "average_accuracy") - value(other, p, "average_accuracy")
             for p in pairs
@@ -187,6 +194,7 @@ def paired_table(
             float(((d > 0) + (d == 0) / 2).mean()), final,
             *_rows_interval(_row_differences(runs[method], runs[other], pairs), final),
         ])
+    # one family: all opponents of the table
     for row, p in zip(rows, holm([row[5] for row in rows])): row[6] = float(p)
     columns = [
         "opponent", "n", "difference", "95 % from", "to", "p (exact)", "p (Holm)", "d_z", "won",
@@ -198,6 +206,7 @@ def paired_table(
         columns, sorted(rows, key=lambda row: row[2]),
     )
 
+# %% ../../nbs/compare/03_standings.ipynb #de979910
 def _row_differences(ours, theirs, pairs):
     "Per task what each row adds to the difference of two methods; None where rows are not known."
     a, b = row_means(ours, pairs), row_means(theirs, pairs)
@@ -234,6 +243,7 @@ def exploratory_table(
     reference: list[dict] = (),
 ) -> Table: # the best AUC first
     "One row a method: means, range and paired difference to the reference; no tests."
+    # differences make sense within one world only
     same_world([*records, *reference])
     (base, against), rows = _one_method(reference), []
     for name, runs in by_pair(records).items():
@@ -249,6 +259,7 @@ def exploratory_table(
         "method", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n", "final",
         "just learned", "forgotten", "worst drop", "MB kept", "CPU latency +",
     ]
+    # the title says that it is exploratory, for whoever sees the table alone
     title = (
         f"{records[0]['config']['stream']}, exploratory: means, smallest and largest of n "
         "(seed, order) pairs"
@@ -258,7 +269,7 @@ def exploratory_table(
     return _means_table(title, columns, rows, records)
 
 # %% ../../nbs/compare/03_standings.ipynb #dcaab26c
-# in this order, before any others
+# the order of the table; groups of other names follow
 GROUPS = ("novel", "elicited", "shared instruction", "own instruction")
 
 def task_groups(
@@ -267,13 +278,9 @@ def task_groups(
     "Novel, elicited, shared and own instruction; a task stands in several."
     out = {}
     for i in record["task_info"]:
-        for g in filter(
-            None,
-            (
-                i.get("group"),
-                "shared instruction" if i.get("shared_instruction") else "own instruction",
-            ),
-        ):
+        for g in filter(None, (
+            i.get("group"), "shared instruction" if i.get("shared_instruction") else "own instruction"
+        )):
             out.setdefault(g, set()).add(i["name"])
     return {g: out[g] for g in GROUPS if g in out} | out
 
@@ -283,14 +290,14 @@ def _group_rows(group, names, methods, against, sure):
     rows, theirs = [], {p: group_scores(r, names)["AUC"] for p, r in against.items()}
     for m, runs in methods.items():
         found = {p: group_scores(r, names) for p, r in runs.items()}
+        # a run may lack a measure of a group; the mean is over those that have it
         mean = {
-            k: (
-                float(np.mean(v)) if (v := [f[k] for f in found.values() if f[k] is not None])
-                else None
-            ) for k in ("AUC", "just learned", "final", "forgotten")
+            k: float(np.mean(v)) if (v := [f[k] for f in found.values() if f[k] is not None]) else None
+            for k in ("AUC", "just learned", "final", "forgotten")
         }
         auc = {p: f["AUC"] for p, f in found.items()}
         known = [x for x in auc.values() if x is not None]
+        # one of the two kinds of spread stays empty, and its columns are left out
         spread = (
             [*bca_interval(known), None, None] if sure
             else [None, None, min(known, default=None), max(known, default=None)]
@@ -316,6 +323,7 @@ def grouped_table(
         )
     same_world([*records, *reference])
     (base, against), methods, rows = _one_method(reference), by_pair(records), []
+    # one method with few pairs makes the whole table exploratory
     sure = all(len(runs) >= least for runs in methods.values())
     columns = [
         "group", "tasks", "method", "n", "AUC", "95 % from", "to", "min", "max", "difference",
@@ -325,6 +333,7 @@ def grouped_table(
         rows += _group_rows(g, names, methods, against, sure) + _chance_row(
             columns, records, names, group=g, tasks=len(names)
         )
+    # the title says which of the two tables it is
     title = (
         f"{records[0]['config']['stream']}, groups of tasks"
         + (
@@ -341,6 +350,7 @@ def _rebased(record):
     world = record.get("world") or {}
     return record | dict(world=world | dict(digest=world.get("base_digest", world.get("digest"))))
 
+# %% ../../nbs/compare/03_standings.ipynb #23022af7
 def fairness_table(
     # of worlds that differ in their instructions at most; those with own instructions among them
     records: list[dict],
@@ -348,6 +358,7 @@ def fairness_table(
     "What each method gives with other instructions, and the paired difference to its own."
     own = lambda r: r | dict(config=r["config"] | dict(instructions="own"))
     methods, rows = {}, []
+    # a method's name without its instructions joins what belongs together
     for m, runs in by_pair([_rebased(r) for r in records]).items():
         first = next(iter(runs.values()))
         methods.setdefault(method_of(own(first)), {})[
@@ -355,6 +366,7 @@ def fairness_table(
         ] = runs
     for m, kinds in methods.items():
         base = kinds.get("own", {})
+        # a method with nothing to compare is left out
         for kind, runs in (
             sorted(kinds.items(), key=lambda k: k[0] != "own") if len(kinds) > 1 or not base else ()
         ):
@@ -371,9 +383,9 @@ def fairness_table(
     ]
     rows += _chance_row(columns, records)
     return Table(
-        f"{records[0]['config']['stream']}, exploratory: other instructions; means, "
-        "smallest and largest of n (seed, order) pairs, differences to own instructions "
-        "on d n same pairs; no tests",
+        f"{records[0]['config']['stream']}, exploratory: other instructions; means, smallest and "
+        "largest of n (seed, order) pairs, differences to own instructions on d n same pairs; "
+        "no tests",
         columns, rows,
     )
 
@@ -388,6 +400,7 @@ def tuned_single(
         r for r in records
         if r["config"].get("protocol") == "single" and r["config"]["adapter"] == adapter
     ]
+    # runs with several settings would be averaged as if they were one method
     rates = {
         json.dumps([
             [
@@ -395,8 +408,7 @@ def tuned_single(
                 for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")
             ],
             r["config"].get("adapter_config"),
-        ])
-        for r in runs
+        ]) for r in runs
     }
     if len(rates) > 1:
         raise ValueError(
@@ -409,6 +421,7 @@ def tuned_single(
 def _verdict(good, sure):
     return "held" if good and sure else "in the mean, not shown" if good else "not held"
 
+# %% ../../nbs/compare/03_standings.ipynb #6026439d
 def target_table(
     records: list[dict], # of one world
     method: str = "himalaya",
@@ -421,6 +434,7 @@ def target_table(
     runs, single, rows = by_pair(records), tuned_single(records), []
     if method not in runs:
         raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
+    # the interval decides: a mean alone is never called held
     lost, learned = (
         np.array(_column(runs[method], k)) for k in ("average_forgetting", "just_learned_accuracy")
     )
@@ -432,6 +446,7 @@ def target_table(
         "forgotten", f"≤ {most_forgotten}", len(lost), float(lost.mean()), low, high,
         judged(lost, lost.mean() <= most_forgotten, high <= most_forgotten),
     ])
+    # the tasks alone are the ceiling of what can be learned
     if single:
         low, high = bca_interval(learned / single)
         rows.append([
@@ -439,6 +454,7 @@ def target_table(
             float(learned.mean() / single), low, high,
             judged(learned, learned.mean() / single >= least_learned, low >= least_learned),
         ])
+    # corrected over all opponents of the paired table, not over these alone
     against = {r["opponent"]: r for r in paired_table(records, method, least=least).records()}
     for o in opponents:
         if (r := against.get(o)) is None:
