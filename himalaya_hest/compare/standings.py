@@ -50,7 +50,7 @@ CHANCE = "chance (best constant answer)"
 
 def chance_runs(
     records: list[dict], # of one world
-) -> list[dict]: # one a (seed, order) pair, with the scores of the best constant answers; those whose tasks' chance is not known are left out
+) -> list[dict]: # one a pair, where its tasks' chance is known
     "What the best constant answers give on the orders of these runs."
     return list(
         {
@@ -63,7 +63,7 @@ def chance_runs(
 def chance_scores(
     records: list[dict], # of one world
     names: set | None = None, # tasks of a group; None: all
-) -> dict | None: # AUC and final, means over the (seed, order) pairs; None where no record says its tasks' chance
+) -> dict | None: # AUC and final, means over pairs; None where chance is not known
     "Means of what the best constant answers give."
     found = [
         group_scores(r, set(r["tasks"]) if names is None else names) for r in chance_runs(records)
@@ -169,7 +169,7 @@ def paired_table(
     method: str = "himalaya", # set against every other
     metric: str = "retained_accuracy_auc", # name in the summary
     least: int = MAIN_PAIRS, # pairs of a test
-) -> Table: # one row an opponent, the largest difference last; those with fewer pairs are named in the title
+) -> Table: # one row an opponent, the largest difference last; the title names the rest
     """Paired differences `method` − opponent: mean, BCa interval over pairs, exact p with Holm's
     correction over the rows, effect size; of the final scores an interval over rows."""
     runs, rows, left = by_pair(records), [], []
@@ -279,7 +279,8 @@ def task_groups(
     out = {}
     for i in record["task_info"]:
         for g in filter(None, (
-            i.get("group"), "shared instruction" if i.get("shared_instruction") else "own instruction"
+            i.get("group"),
+            "shared instruction" if i.get("shared_instruction") else "own instruction",
         )):
             out.setdefault(g, set()).add(i["name"])
     return {g: out[g] for g in GROUPS if g in out} | out
@@ -292,7 +293,10 @@ def _group_rows(group, names, methods, against, sure):
         found = {p: group_scores(r, names) for p, r in runs.items()}
         # a run may lack a measure of a group; the mean is over those that have it
         mean = {
-            k: float(np.mean(v)) if (v := [f[k] for f in found.values() if f[k] is not None]) else None
+            k: (
+                float(np.mean(v)) if (v := [f[k] for f in found.values() if f[k] is not None])
+                else None
+            )
             for k in ("AUC", "just learned", "final", "forgotten")
         }
         auc = {p: f["AUC"] for p, f in found.items()}
