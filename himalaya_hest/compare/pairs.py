@@ -250,7 +250,7 @@ def effect_size(
 def row_means(
     runs: dict, # (seed, order_seed) → record of one method
     pairs, # those that count
-) -> list[np.ndarray] | None: # by task name: (n_rows,) means over the pairs; None without row_values
+) -> list[np.ndarray] | None: # by task name: (n_rows,) means over pairs; None without row_values
     "What each evaluated row contributes to a method's mean final score."
     found = [runs[p].get("row_values") for p in pairs]
     if not found or not all(found): return None
