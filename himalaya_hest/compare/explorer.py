@@ -146,7 +146,7 @@ def shown_of(
 def browse(
     explorer: Explorer,
     world: str = "", # chosen at first; empty: the one with the most records
-): # an ipywidgets.VBox; `chosen()`: the records chosen now, `shown`: those whose figures stand below
+): # an ipywidgets.VBox; `chosen()`: the records chosen now, `shown`: those shown below
     """Lists to choose a world and methods from, with the tables and figures of the choice below;
     needs ipywidgets and a Jupyter front end."""
     import ipywidgets as widgets
@@ -163,7 +163,7 @@ def browse(
         box.shown = chosen()
         out.clear_output(wait=True)
         with out: display(*shown_of(box.shown))
-    # without a pause, new options would draw once for every change of the list
+    # not watched while the options change, else every change would draw anew
     def other(change):
         methods.unobserve(show, "value")
         methods.options = explorer.methods(at.value)

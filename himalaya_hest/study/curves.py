@@ -28,17 +28,20 @@ def stopped_after(
     T, R = len(record["tasks"]), score_array(record)
     if not 1 <= n <= T:
         raise ValueError(f"run {record['run_id']!r} has {T} tasks, {n} were asked for")
+    # a stream of n tasks is evaluated after other tasks than a longer one
     wanted, there = set(evaluation_schedule(n)), set((evaluated_rows(R) + 1).tolist()) | {1}
     if missing := sorted(wanted - there):
         raise ValueError(
             f"run {record['run_id']!r} was not evaluated in full after tasks {missing}: "
             f"{n} tasks need that; run it with evaluation.after_tasks"
         )
+    # rows that n tasks would not have had are left out, as if they had never been measured
     kept = [
         [R[i, j] if j <= i and (i + 1 in wanted or i == j) else None for j in range(n)]
         for i in range(n)
     ]
     out = {k: (record.get(k) or [])[:n] for k in ("tasks", "dictionary", "kept_bytes")}
+    # older records have the size at the end alone
     if not out["kept_bytes"] and n == T:
         out["kept_bytes"] = [None] * (n - 1) + [round(record["summary"]["adapter_mb"] * 1e6)]
     return record | out | dict(matrix=kept, summary=continual_summary(kept))
@@ -70,9 +73,11 @@ def curve_points(
         large = large_adapter(r)
         for n in (n for n in lengths if n <= len(r["tasks"])):
             found.setdefault((method_of(r), n), []).append(_point(r, large, n))
+    # a measure that one of the runs lacks has no mean
     mean = lambda rows, k: (
         None if any(row[k] is None for row in rows) else float(np.mean([row[k] for row in rows]))
     )
+    # by length, then by name with the numbers in it as numbers: K 40 before K 100
     by_size = lambda item: (
         item[0][1], [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0][0])]
     )
@@ -89,8 +94,8 @@ def curve_table(
     columns = ["tasks", "method", "n"] + list(METRICS) + ["slots free", "MB mini", "MB large"]
     rows = sorted(([p[c] for c in columns] for p in points), key=lambda r: (r[0], -r[3]))
     return Table(
-        "After so many tasks: scores, and MB kept (measured at the mini scale; computed "
-        "for d = 4096, 32 layers)",
+        "After so many tasks: scores, and MB kept (measured at the mini scale; computed for "
+        "d = 4096, 32 layers)",
         columns, rows,
     )
 
@@ -101,8 +106,9 @@ def crossing(
     theirs, # (m,) the other
 ) -> float | None: # None: no crossing in the range
     "The first x at which the curves meet, linear between the points."
-    x, d = np.asarray(x, dtype=float), np.asarray(ours, dtype=float) - np.asarray(
-        theirs, dtype=float
+    x, d = (
+        np.asarray(x, dtype=float),
+        np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float),
     )
     for i in range(len(x)):
         if d[i] == 0: return float(x[i])
@@ -144,6 +150,7 @@ def crossing_table(
     methods, rows = list(dict.fromkeys(p["method"] for p in points)), []
     if control not in methods:
         raise ValueError(f"the control {control!r} is not among the methods {methods}")
+    # against tasks: every method with the control
     for measure in ("AUC", "final", "MB mini", "MB large"):
         for m in (m for m in methods if m != control):
             x, ours, theirs = _over_tasks(points, m, control, measure)
@@ -152,6 +159,7 @@ def crossing_table(
                     [f"{measure} against tasks", m]
                     + _told(x, ours, theirs, (m, control), "tasks", measure.startswith("MB"))
                 )
+    # against bytes: the family's sizes make the curve, the control's score is a level
     for mb in ("MB mini", "MB large"):
         for n in sorted({p["tasks"] for p in points}):
             curve = sorted(
@@ -198,6 +206,7 @@ def _short(method):
 def _apart(values, gap):
     "Positions at least `gap` apart, in the order of the values and near them."
     order, out = np.argsort(values, kind="stable"), np.array(values, dtype=float)
+    # pushing two apart may push one of them into a third, hence the repetition
     for _ in range(200):
         y = out[order]
         for i in range(len(y) - 1):
@@ -243,6 +252,7 @@ def tasks_chart(
     distances."""
     looks, lengths = _looks(points, control), sorted({p["tasks"] for p in points})
     figure, grid = new_figure(7.6, 3.3 * len(measures) + .5, len(measures), sharex=True)
+    # a method keeps its look in all panels
     for (axes,), measure in zip(grid, measures):
         _tasks_panel(axes, [p for p in points if p[measure] is not None], measure, looks, lengths)
     axes.set_xticks(range(len(lengths)), lengths)
@@ -268,6 +278,7 @@ def _tasks_panel(axes, points, measure, looks, lengths):
     for m, look in looks.items():
         line = [(lengths.index(p["tasks"]), p[measure]) for p in points if p["method"] == m]
         if line: axes.plot(*zip(*line), markersize=4.5, linewidth=1.2, label=m, **look)
+    # all texts of one length at once, so that they can be moved apart
     for i, n in enumerate(lengths):
         _write_points(
             axes, i,
@@ -279,6 +290,7 @@ def _tasks_panel(axes, points, measure, looks, lengths):
         )
     if mb: axes.set_yscale("log"); axes.margins(y=.12); axes.yaxis.set_major_formatter("{x:g}")
     else: axes.set_ylim(0, 1.08)
+    # the limit that the study's question sets
     if measure == "MB large":
         axes.axhline(2.5, color="black", linewidth=.8, linestyle=":", label="2.5 MB")
     axes.set_ylabel(_AXES.get(measure, f"{measure} (share of 1)"), fontsize=9)
@@ -301,6 +313,7 @@ def _bytes_panel(axes, points, mb, measure, looks, control):
     plain_axes(axes)
     curve = sorted((p[mb], p[measure]) for p in points if p["method"].startswith("himalaya"))
     axes.plot(*zip(*curve), color=DARK, linewidth=1) if curve else None
+    # the control's level through the panel shows where the curve reaches it
     for p in points:
         axes.plot(
             p[mb], p[measure], linestyle="none", markersize=5, zorder=5,
@@ -309,6 +322,7 @@ def _bytes_panel(axes, points, mb, measure, looks, control):
         )
         if p["method"] == control:
             axes.axhline(p[measure], color=MIDDLE, linewidth=.8, linestyle=":")
+    # texts to the left of points at the right edge, moved apart as in the other figure
     wide = max(p[mb] for p in points)
     for p, y in zip(points, _apart([p[measure] for p in points], .075)):
         right = p[mb] > .6 * wide
@@ -329,6 +343,7 @@ def bytes_chart(
     """The measure against MB kept: the upper row measured at the mini scale, the lower computed for
     d = 4096 and 32 layers."""
     looks, lengths = _looks(points, control), sorted({p["tasks"] for p in points})
+    # records without sizes noted have the computed row alone
     sizes = [mb for mb in ("MB mini", "MB large") if any(p[mb] is not None for p in points)]
     figure, grid = new_figure(
         2.5 * len(lengths) + .6, 2.9 * len(sizes) + .5, len(sizes), len(lengths)
@@ -340,6 +355,7 @@ def bytes_chart(
             axes.set_title(f"{n} tasks", fontsize=9)
             axes.set_xlabel(_AXES[mb].replace("\n", " "), fontsize=7.5)
         row[0].set_ylabel(_AXES.get(measure, measure), fontsize=9)
+    # panels repeat their labels; the legend has each of them once
     handles = dict(zip(*grid[0][0].get_legend_handles_labels()[::-1]))
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=7.5,

@@ -36,22 +36,25 @@ def energy_table(
     or different worlds."""
     runs = by_pair(records)
     score, first = score_of(records), order or []
+    # raises where measured Joules would stand beside modelled ones
     kind = joules_source([r["summary"]["joules_source"] for r in records])
     of = lambda name, key: [v for r in runs[name].values() if is_number(v := r["summary"].get(key))]
+    # the methods that were named first, then the best score first
     rows = [
         _row(name, runs[name], score, of) for name in [m for m in first if m in runs]
         + sorted((m for m in runs if m not in first), key=lambda m: -np.mean(of(m, score)))
     ]
     said = ENERGY_COLUMNS
+    # in the order of the values in `_row`
     columns = [
         "method", "role", "n", said[score], "95 % from", "to",
         *([said["rougeLsum"]] if score == "rougeL" else []), said[f"{kind}_mj"],
         "expected in training", *(said[k] for k in MEANS), *MAXIMA.values(),
-        *(said[k] for k in MEDIANS), "token p50 (ms)", "token p99 (ms)", *(said[k] for k in SIZES),
+        *(said[k] for k in MEDIANS), "token p50 (ms)", "token p99 (ms)",
+        *(said[k] for k in SIZES),
     ]
     return Table(
-        f"{records[0]['world']['stream']}: mean over n pairs; the interval is over pairs "
-        "(n ≥ 5)",
+        f"{records[0]['world']['stream']}: mean over n pairs; the interval is over pairs (n ≥ 5)",
         columns, rows,
     )
 
@@ -76,6 +79,7 @@ def _token_ms(runs, percentile):
 def _row(name, runs, score, of):
     expected = [e for r in runs.values() if (e := expected_share(r)) is not None]
     mean = lambda key, f=np.mean: float(f(v)) if (v := of(name, key)) else None
+    # as the columns of `energy_table`
     return [
         name, run_role(next(iter(runs.values()))), len(runs), mean(score),
         *bca_interval(of(name, score)), *([mean("rougeLsum")] if score == "rougeL" else []),
@@ -92,6 +96,7 @@ def controller_table(
 ) -> Table: # one row a width, method and batch size; one column a length
     "The controller's share of a forward pass, in per cent: the median over rounds."
     record = json.loads(Path(path).read_text(encoding="utf-8"))
+    # the record has one row a measurement; the table one column a length
     found = {(r["width"], r["method"], r["batch_size"], r["n_tokens"]): r for r in record["rows"]}
     lengths = sorted({n for *_, n in found})
     keys = list(dict.fromkeys(k[:3] for k in found))
@@ -102,10 +107,10 @@ def controller_table(
             *(100 * r[what] if (r := found.get((*k, n))) else None for n in lengths),
         ] for k in keys
     ]
+    # counted operations are the same on any machine, time is not
     said = (
-        f"time on {record['device']}, {record['threads']} " f"thread{'s' * (record['threads'] > 1)}"
-        if what == "time_share"
-        else "multiply-adds, by formula"
+        f"time on {record['device']}, {record['threads']} thread{'s' * (record['threads'] > 1)}"
+        if what == "time_share" else "multiply-adds, by formula"
     )
     return Table(
         f"controller and gates in per cent of a forward pass: {said} ({record['command']})",
@@ -124,6 +129,7 @@ def block_cost_table(
     """Measured cost of a token's block in each state, as shares of fp, and the one cost of int8
     that the model of energy would have to take."""
     record = json.loads(Path(path).read_text(encoding="utf-8"))
+    # as shares of a block in fp, with what the fit leaves unexplained
     rows = [
         [
             r["width"],
@@ -137,6 +143,7 @@ def block_cost_table(
             r["model_residual_now"],
         ] for r in record["rows"] if r["dtype"] == dtype
     ]
+    # the last column judges the cost of int8 that the model takes now
     return Table(
         f"{dtype} on {record['device']}, {record['threads']} "
         f"thread{'s' * (record['threads'] > 1)} ({record['command']})",
@@ -155,8 +162,9 @@ def int8_product_table(
     """Time of a product in int8 with the rounding of its activations, the fastest way of it, over
     that in fp32 and in bf16."""
     record = json.loads(Path(path).read_text(encoding="utf-8"))
+    # square products alone, so that a row is one width
     found = {(r["d_in"], r["n_rows"]): r["us"] for r in record["rows"] if r["d_in"] == r["d_out"]}
-    def ratio(us, of):
+    def ratio(us, of): # of medians, the faster of the two libraries
         return (
             min(us[k][1] for k in ("int_mm + rounding", "onednn + rounding") if k in us) / us[of][1]
         )
@@ -172,7 +180,8 @@ def int8_product_table(
     return Table(
         f"int8 over fp32 and over bf16, {record['device']}, {record['threads']} "
         f"thread{'s' * (record['threads'] > 1)} ({record['command']})",
-        ["width", *(f"{of}, {n} rows" for of in ("of fp32", "of bf16") for n in rows_shown)], shown,
+        ["width", *(f"{of}, {n} rows" for of in ("of fp32", "of bf16") for n in rows_shown)],
+        shown,
     )
 
 # %% ../../nbs/study/01_energy_standings.ipynb #33f81e48
@@ -185,6 +194,7 @@ def settings_table(
     settings: tuple[str, ...], # paths into the config that tell the runs of one method apart
 ) -> Table: # one row a method and setting, the best of each method first
     "Mean ROUGE-L or accuracy, and shares of energy, of each setting of each method."
+    # runs of one method and setting are seeds of one row
     found = {}
     for r in records:
         found.setdefault(
@@ -206,6 +216,7 @@ def settings_table(
             over([r["summary"]["scope_energy_share"] for r in of]),
         ] for key, of in found.items()
     ]
+    # a method stands where its best setting puts it, with its other settings below
     best = {}
     for row in rows: best[row[0], row[1]] = max(best.get((row[0], row[1]), 0), row[-3])
     return Table(
