@@ -36,7 +36,7 @@ class Followed:
             gates.keys.cpu().numpy(), of(gates.headed, np.ones((b, n), bool)),
             of(gates.attended, np.ones((b, n), bool)),
         )
-        # a pass that sees a single key begins a new generation
+        # a slot that sees a single key is the first of its row: a new generation begins
         if self.rows is None or gates.visible is None and int(keys.min()) == 1:
             self.rows = [[] for _ in range(b)]
         for i, row in enumerate(self.rows):

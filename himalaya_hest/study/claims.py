@@ -46,6 +46,7 @@ class Evidence:
     def command(self, *names) -> str:
         """The command that makes the runs of the first of these methods that was run; of none: that
         of the grid which would."""
+        # a rival that was never run is told by the grid that would run it
         grid = next((g for g, adapters in self.grids.items() if adapters & set(names)), self.main)
         return next(
             (r["command"] for r in self.of(*names).values() if "command" in r),
@@ -79,13 +80,16 @@ def read_evidence(
     folder, runs = Path(folder), {}
     if first := _records(folder / main): runs = by_pair(first)
     world = first[0]["world"]["digest"] if first else None
+    # a method of the comparison is not filled up with exploratory runs
     for r in (r for o in others for r in _records(folder / o)):
-        if r["world"]["digest"] == world and (name := method_of(r)) not in {
-            method_of(x) for x in first
-        }:
+        if (
+            r["world"]["digest"] == world
+            and (name := method_of(r)) not in {method_of(x) for x in first}
+        ):
             runs.setdefault(name, {}).setdefault(
                 (r["config"]["seed"], r["config"]["order_seed"]), r
             )
+    # the grids lie beside the notebooks, of which the records are a folder
     path, files = folder / "claims.json", {
         g: folder.resolve().parents[1] / "bench" / "grids" / f"{g}.yaml" for g in (main, *others)
     }
@@ -136,9 +140,11 @@ def judge(
 ) -> Finding: # the same, with figure, interval, n and the verdict here
     """Held if the mean and its whole interval keep the limit; with fewer than ten values the figure
     alone, and no verdict."""
+    # few pairs: a figure, and why there is no verdict
     if _shown(f, values).n < MAIN_PAIRS:
         f.told = _joined(f.told, f"n = {f.n}, where a verdict needs {MAIN_PAIRS}")
         return f
+    # the mean and both ends of the interval, so that a lucky mean does not count
     keeps = lambda x: x >= limit if above else x <= limit
     f.here = HELD if keeps(f.figure) and keeps(f.low) and keeps(f.high) else NOT_HELD
     if f.here == NOT_HELD and keeps(f.figure): f.told = _joined(f.told, "kept in the mean only")
@@ -153,6 +159,7 @@ def _shown(f, values):
 
 def _joined(*parts): return "; ".join(p for p in parts if p)
 
+# %% ../../nbs/study/04_claims.ipynb #d7fbbc49
 def compare(
     f: Finding,
     ours: dict, # (seed, order_seed) → record
@@ -160,7 +167,7 @@ def compare(
     value, # record → float, or None where it has none
     # by which the difference ours − theirs is to exceed 0, or to stay below it where negative
     margin: float,
-) -> tuple[Finding, float]: # the finding, and the exact p of the difference against the margin; nan where nothing can be compared
+) -> tuple[Finding, float]: # the finding, and the exact p against the margin; nan without one
     "The paired difference with its interval; the verdict waits for Holm's correction."
     pairs = [
         p for p in sorted(ours.keys() & theirs.keys())
@@ -168,6 +175,7 @@ def compare(
     ]
     if not pairs: return f, math.nan
     d = np.array([value(ours[p]) - value(theirs[p]) for p in pairs])
+    # a negative margin is for what is lost: ours has to be less by as much
     judge(f, d, margin, above=margin > 0)
     f.told = _joined(
         f.told,
@@ -202,6 +210,7 @@ def final_score(
 # %% ../../nbs/study/04_claims.ipynb #2f8fbbf0
 def comparisons() -> list[tuple]: # (finding, names of the rival, value, margin)
     "What claims 1 and 2 say about rivals, with the margin that their own figures imply."
+    # claim 1 compares what is forgotten, claim 2 final scores of some tasks
     lost = lambda r: r["summary"]["average_forgetting"]
     of = lambda wanted: lambda r: final_score(r, wanted)
     less = "Forgets at least {} pp less than {}, which was said to forget {} pp"
@@ -231,11 +240,13 @@ def scores(e: Evidence) -> list[Finding]:
         "1a", "Forgets at most 1.5 pp after 25 tasks", unit="pp", command=e.command("himalaya")
     )
     if ours: judge(first, [r["summary"]["average_forgetting"] for r in ours.values()], .015)
+    # a comparison without enough pairs has no p and takes no part in the correction
     found = [
         compare(f, ours, e.of(*names), value, margin) + (e.command(*names),)
         for f, names, value, margin in comparisons()
     ]
     tested = [i for i, (_, p, _) in enumerate(found) if not math.isnan(p)]
+    # the interval may keep the margin where the corrected test does not
     for i, p in zip(tested, holm([found[i][1] for i in tested])):
         f = found[i][0]
         if f.here == HELD and p >= .05:
@@ -251,6 +262,7 @@ def forgetting_chart(
 ) -> Chart: # topic forgetting
     """A circle for each pair, a diamond with its interval for their mean, the least forgetful
     first; ValueError where nothing was run."""
+    # references that see all tasks, one alone or none forget nothing, and are left out
     rows = {
         m: [r["summary"]["average_forgetting"] for r in runs.values()] for m, runs in e.runs.items()
         if not m.endswith(("(zero-shot)", "(single)", "(joint)"))
@@ -261,6 +273,7 @@ def forgetting_chart(
     figure, ((axes,),) = new_figure(7., .36 * len(rows) + 1.5)
     plain_axes(axes, "x")
     for y, (name, lost) in enumerate(rows):
+        # pairs behind, interval and mean in front of them
         low, high = bca_interval(lost)
         axes.scatter(
             lost, [y] * len(lost), s=22, facecolor="white", edgecolor="#8a8f98", linewidth=.9,
@@ -284,9 +297,11 @@ def forgetting_chart(
         range(len(rows)), [textwrap.fill(f"{m}  (n = {len(lost)})", 34) for m, lost in rows],
         fontsize=8,
     )
+    # the least forgetful on top; a run may also gain, which is below 0
     axes.set_ylim(len(rows) - .4, -.8)
     axes.set_xlim(min(0, min(min(lost) for _, lost in rows)) - .02, None)
     axes.set_xlabel("forgotten (share of 1)", fontsize=9)
+    # rows repeat their labels; the legend has each of them once
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
     figure.legend(
         legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=7.5,
@@ -315,13 +330,15 @@ def storage(e: Evidence) -> list[Finding]:
     )
     a.here = a.founding = HELD if full <= 2.3 else NOT_HELD
     b = Finding("3b", "Storage is fixed: it does not grow with the tasks", unit="MB")
+    # what the runs kept is told, and decides nothing: the claim is of the founding scale
     if ours := e.of("himalaya"):
         mb = [r["summary"]["adapter_mb"] for r in ours.values()]
         a.told = _joined(
             a.told,
-            f"the mini backbone's own state, {np.mean(mb):.3f} MB over {len(mb)} pairs, at "
-            f"most {max(mb):.3f}, says nothing of it",
+            f"the mini backbone's own state, {np.mean(mb):.3f} MB over {len(mb)} pairs, at most "
+            f"{max(mb):.3f}, says nothing of it",
         )
+        # growth is measured over the stream, and computed at the founding scale for one pair
         grown = [
             (r["kept_bytes"][-1] - r["kept_bytes"][0]) / 1e6 for r in ours.values()
             if r.get("kept_bytes")
@@ -334,26 +351,28 @@ def storage(e: Evidence) -> list[Finding]:
             b.told = _joined(
                 b.told,
                 f"growth from the first task to the last; at d = 4096 from {at[0]:.2f} to "
-                f"{at[1]:.2f} MB with the slots of the first pair; bounded, since growth "
-                "stops at K slots",
+                f"{at[1]:.2f} MB with the slots of the first pair; bounded, since growth stops at "
+                "K slots",
             )
     return [a, b]
 
 # %% ../../nbs/study/04_claims.ipynb #c45bb73c
 _NO_BOARD = (
-    "mean over n pairs of the median on the CPU of the runs, generation at batch 1; there "
-    "is no Raspberry Pi here"
+    "mean over n pairs of the median on the CPU of the runs, generation at batch 1; there is no "
+    "Raspberry Pi here"
 )
 
 def latency(e: Evidence) -> list[Finding]:
     "Claim 3, time and memory."
-    a, b = Finding(
-        "3c", "Peak latency on a Raspberry Pi 4 is at most 7 % higher", unit="%"
-    ), Finding("3d", "Others cost 20 % or more", unit="%")
+    a, b = (
+        Finding("3c", "Peak latency on a Raspberry Pi 4 is at most 7 % higher", unit="%"),
+        Finding("3d", "Others cost 20 % or more", unit="%"),
+    )
     took = lambda runs: [
         x for r in runs.values() if (x := r["summary"].get("cpu_latency_overhead")) is not None
     ]
     if x := took(e.of("himalaya")): _shown(a, x).told, a.command = _NO_BOARD, e.command("himalaya")
+    # the cheapest of the others: if even it costs so much, all do
     rest = {m: took(r) for m, r in e.runs.items() if not m.startswith("himalaya") and took(r)}
     if rest:
         cheapest = min(rest, key=lambda m: np.mean(rest[m]))
@@ -364,13 +383,14 @@ def latency(e: Evidence) -> list[Finding]:
         )
     c = Finding("3e", "Others cannot run there for memory", unit="MB")
     if m := e.measured.get("memory"):
+        # above what the backbone alone takes, the rivals' largest beside ours
         above = {k: v["mb"] - m["peak"]["none"]["mb"] for k, v in m["peak"].items() if k != "none"}
         ours = above.pop("himalaya")
         most = max(above, key=above.get)
         c.here, c.figure, c.n, c.command = NOT_TESTABLE, above[most], 1, m["command"]
         c.told = (
-            "peak memory of training and answering above that of answering alone, on the "
-            f"mini backbone: the rivals' largest, {most}; HIMALAYA {ours:+.0f} MB; "
+            "peak memory of training and answering above that of answering alone, on the mini "
+            f"backbone: the rivals' largest, {most}; HIMALAYA {ours:+.0f} MB; "
             + ", ".join(f"{k} {v:+.0f} MB" for k, v in above.items())
         )
     return [a, b, c]
@@ -380,6 +400,7 @@ NORM_LIMIT = 1.05
 
 def _settings_told(e, name, form):
     "What a form was measured with, where the comparison's runs of its preset had something else."
+    # settings that were not noted cannot be compared
     if lack := [
         k for k in ("gamma", "learning_rate", "training", "adapter_config", "exchanged")
         if k not in form
@@ -390,9 +411,11 @@ def _settings_told(e, name, form):
     if not runs: return ""
     c = next(iter(runs.values()))["config"]
     text = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
-    ours, theirs = dict(gamma=form["gamma"]) | form["training"], dict(
-        gamma=c.get("adapter_config", {}).get("gamma", 4.0)
-    ) | c.get("training", {})
+    # of the training only what both have said; of the adapter all, but for what the form exchanged
+    ours, theirs = (
+        dict(gamma=form["gamma"]) | form["training"],
+        dict(gamma=c.get("adapter_config", {}).get("gamma", 4.0)) | c.get("training", {}),
+    )
     own = {
         k: (form["adapter_config"].get(k, "unset"), c.get("adapter_config", {}).get(k, "unset"))
         for k in sorted(
@@ -433,6 +456,7 @@ def norms(e: Evidence) -> list[Finding]:
     for number, claim, name, what in _NORMS:
         f = Finding(number, claim)
         if x := part.get("forms", {}).get(name):
+            # the largest over tasks or prompts, for a mean would hide the one that grew
             of_r = what == "size" and x["size"]["of"] == "r"
             f.figure = max(x["largest"]) if what == "largest" else x["size"]["largest"]
             f.here, f.command = HELD if f.figure <= NORM_LIMIT else NOT_HELD, part["command"]
@@ -444,10 +468,10 @@ def norms(e: Evidence) -> list[Finding]:
                     f"{x['size']['mean']:.3f}",
                 )
             )
+            # a norm that its formula sets cannot grow, which the reader is told
             formula = (
                 "r is normalised by its formula: tested is that packing does not break it"
-                if of_r and not name.endswith("norm_rescaling off")
-                else ""
+                if of_r and not name.endswith("norm_rescaling off") else ""
             )
             f.told = _joined(told, formula, _settings_told(e, name, x))
         out.append(f)
@@ -470,12 +494,14 @@ def norm_chart(
         (MIDDLE, "-.", "D"),
         ("#6b8f3a", "-", "v"),
     ]
+    # colour, stroke and mark differ, so that grey suffices
     for (name, f), (color, style, marker) in zip(forms.items(), looks):
         axes.plot(
             range(1, len(f["largest"]) + 1), f["largest"], color=color, linestyle=style,
             marker=marker, markersize=3.5, label=f"{name} (at most {max(f['largest']):.3f})",
         )
     axes.axhline(NORM_LIMIT, color="black", linewidth=.8)
+    # the limit is written at its line, at the last task
     axes.annotate(
         f"limit {NORM_LIMIT}", (max(len(f["largest"]) for f in forms.values()), NORM_LIMIT), (0, 3),
         textcoords="offset points", ha="right", fontsize=7.5,
@@ -492,6 +518,7 @@ def norm_chart(
 def operations(e: Evidence) -> list[Finding]:
     "Claim 5."
     a = Finding("5a", "At most 3 atoms are active for a token, in expectation", founding=HELD)
+    # 5a: bounded by construction at any scale, measured here
     if form := e.measured.get("norms", {}).get("forms", {}).get("default"):
         o = form["open"]
         a.here, a.figure, a.n, a.command = (
@@ -502,6 +529,7 @@ def operations(e: Evidence) -> list[Finding]:
             f"mean over the tokens of n prompts and their answers, {o['mean']:.2f} a "
             f"prompt, {o['largest']} at most; at any scale no fourth slot can open"
         )
+    # 5b and 5c: counted on the mini world, and by shapes at the founding scale
     f = e.measured.get("flops", {})
     large, mini, out = f.get("llama_2_7b", {}), f.get("mini", {}), [a]
     for part, claim, key, where in (
@@ -511,19 +539,20 @@ def operations(e: Evidence) -> list[Finding]:
         x = Finding(part, claim, unit="%")
         if f:
             judge(x, mini[key], .04)
-            # decoding does not route again
+            # a prompt is routed once, so a decoded token pays for the sites alone
             extra = (
                 large["128"]["extra"] if key == "prompts"
                 else large["1"]["sites"] / large["1"]["backbone"]
             )
             x.founding, x.command = HELD if extra < .04 else NOT_HELD, f["command"]
             x.told = _joined(
-                f"mean over one prompt of each of n tasks, {100 * max(mini[key]):.2f} % at " "most",
+                f"mean over one prompt of each of n tasks, {100 * max(mini[key]):.2f} % at most",
                 x.told,
                 f"Llama-2-7B by its shapes: {100 * extra:.2f} % with {where} "
                 f"token{'s' * (where > 1)} and {f['slots']} slots",
             )
         out.append(x)
+    # 5d: the worst case, in which no two rows share a slot
     d = Finding("5d", "… a batch of different tasks at once", unit="%")
     if f:
         m = mini["mixed_batch"]
@@ -542,12 +571,14 @@ def operations(e: Evidence) -> list[Finding]:
 def code(e: Evidence) -> list[Finding]:
     "Claim 6."
     p, out = e.measured.get("package", {}), []
+    # without the measurement a part stays not run
     def add(part, claim, figure, good, told, **kw):
         f = Finding(part, claim, **kw)
         if p:
             f.here = f.founding = HELD if good else NOT_HELD
             f.figure, f.told, f.command = figure, told, p["command"]
         out.append(f)
+    # lines of the method, with all options and for the default alone
     lines = {what: x["method"]["code"] for what, x in p.get("lines", {}).items()}
     shell = p.get("lines", {}).get("all", {}).get("shell", {}).get("code")
     whole, needed = lines.get("all"), lines.get("default")
@@ -564,6 +595,7 @@ def code(e: Evidence) -> list[Finding]:
         "6c", "Installable with pip", sum(p.get("files", {}).values()), bool(p.get("wheel")),
         "files in the wheel that pip built", unit="files",
     )
+    # anything that would have to be compiled, in the wheel or by the code itself
     native = {
         k: n for k, n in p.get("files", {}).items()
         if k in (".cu", ".cuh", ".cpp", ".cc", ".c", ".so", ".pyx")
@@ -582,10 +614,13 @@ KEPT = {  # part of the packed state, or its first word → what it is computed 
     "usage": "training rows: on how many a slot acted",
     "current": "the order of tasks",
     "temperature": "a schedule",
-    "projector_triangle": "training rows: second moments of the router's features of every task's prompts",
+    "projector_triangle": "training rows: second moments of the router's features of every task's "
+    "prompts",
     "dictionary.gain": "training rows, by gradients",
-    "dictionary.read": "training rows, by gradients: singular vectors of a task's gradient, then trained",
-    "dictionary.write": "training rows, by gradients: singular vectors of a task's gradient, then trained",
+    "dictionary.read": "training rows, by gradients: singular vectors of a task's gradient, then "
+    "trained",
+    "dictionary.write": "training rows, by gradients: singular vectors of a task's gradient, then "
+    "trained",
     "router.w2": "training rows: keys from features of prompts, then trained",
     "router.prototypes": "instructions: their mean embeddings, in 8 bits",
     "router.prototype_scale": "instructions",
@@ -602,6 +637,7 @@ KEPT = {  # part of the packed state, or its first word → what it is computed 
     "tree": "atoms: cuts of the tree over them",
 }
 
+# %% ../../nbs/study/04_claims.ipynb #6226d122
 def kept_of_data(
     preset: str = "default",
 ) -> Table: # a row a part, the largest first
@@ -610,16 +646,17 @@ def kept_of_data(
     core = at_large_scale(preset).tuner.core()
     rows = []
     for name, size in packed_bytes(core, filled=fill_of(core, full=True)).items():
+        # a part by its full name, else by its first word
         source = KEPT.get(name, KEPT.get(name.split(".")[0]))
         if source is None:
             raise ValueError(
-                f"{name} is kept and the list of claim 7 does not say what it is computed "
-                "from: add it to claims.KEPT"
+                f"{name} is kept and the list of claim 7 does not say what it is computed from: "
+                "add it to claims.KEPT"
             )
         if size: rows.append([name, size, source])
     return Table(
-        f"{preset}: what is kept between tasks, in bytes at d = 4096, L = 32, and what it "
-        "is computed from",
+        f"{preset}: what is kept between tasks, in bytes at d = 4096, L = 32, and what it is "
+        "computed from",
         ["part", "bytes", "computed from"], sorted(rows, key=lambda r: -r[1]),
     )
 
@@ -627,6 +664,7 @@ def kept_of_data(
 def privacy(e: Evidence) -> list[Finding]:
     "Claim 7: a list, and no verdict."
     rows = kept_of_data().records()
+    # instructions count as well, though they are no rows
     share = sum(
         r["bytes"] for r in rows
         if "training rows" in r["computed from"] or "instructions" in r["computed from"]
@@ -693,6 +731,7 @@ def difference_told(
     "The paired difference in words, with its interval where there are ten pairs."
     pairs = sorted(ours.keys() & theirs.keys())
     d = np.array([ours[p]["summary"][metric] - theirs[p]["summary"][metric] for p in pairs])
+    # the cases in which no interval can be given, first
     if not len(d): return "not compared within pairs"
     told = f"by {abs(d.mean()):.3f} on average" if d.mean() else "the same on average"
     if len(d) < MAIN_PAIRS: return f"{told} (n = {len(d)}, too few for an interval)"
@@ -730,6 +769,7 @@ def _auc(runs): return _mean_of(runs, "retained_accuracy_auc")
 def _better_exploratory(methods, best):
     """The method with too few pairs for the comparison whose AUC is the furthest above the winner's
     on the same pairs; nothing where none is."""
+    # on the same pairs, or an easier order would look like a better method
     found = {}
     for m, runs in methods.items():
         shared = runs.keys() & best.keys()
@@ -751,16 +791,19 @@ def who_wins(
 ) -> str: # Markdown
     """The highest AUC first, whosever it is, then HIMALAYA against it and against the control, then
     their bytes."""
+    # references in parentheses, such as joint training, do not compete
     methods = {m: runs for m, runs in e.runs.items() if runs and not m.endswith(")")}
-    compared, ours = {m: runs for m, runs in methods.items() if len(runs) >= MAIN_PAIRS}, e.of(
-        "himalaya"
+    compared, ours = (
+        {m: runs for m, runs in methods.items() if len(runs) >= MAIN_PAIRS}, e.of("himalaya")
     )
+    # nothing is said to have won before there are enough pairs
     if not ours: return "The comparison was not run yet."
     if "himalaya" not in compared:
         return (
-            f"HIMALAYA has {len(ours)} of the {MAIN_PAIRS} (seed, order) pairs that the "
-            "comparison needs, so nothing is decided yet."
+            f"HIMALAYA has {len(ours)} of the {MAIN_PAIRS} (seed, order) pairs that the comparison "
+            "needs, so nothing is decided yet."
         )
+    # then the winner, whosever it is
     best = max(compared, key=lambda m: _auc(compared[m]))
     if best == "himalaya":
         out = [
@@ -773,6 +816,7 @@ def who_wins(
             f"HIMALAYA's {_auc(ours):.3f}; HIMALAYA is behind within pairs "
             f"{difference_told(ours, compared[best])}."
         ]
+    # the control answers whether sharing is worth more than a bank of the same bytes
     if control != best and (theirs := methods.get(control)):
         out.append(
             f"The control, {control}, which is to match HIMALAYA in bytes at d = 4096 and "
@@ -793,9 +837,8 @@ def main(
     "`python -m himalaya_hest.study.claims nbs/records [main]`: print the verdicts."
     if not 1 <= len(arguments) <= 2 or not Path(arguments[0]).is_dir():
         print(
-            "usage: python -m himalaya_hest.study.claims RECORDS [FOLDER], where RECORDS "
-            "is a folder of committed records (nbs/records) and FOLDER the comparison in "
-            "it (main)",
+            "usage: python -m himalaya_hest.study.claims RECORDS [FOLDER], where RECORDS is a "
+            "folder of committed records (nbs/records) and FOLDER the comparison in it (main)",
             file=sys.stderr,
         )
         return 2

@@ -41,7 +41,7 @@ def stopped_after(
         for i in range(n)
     ]
     out = {k: (record.get(k) or [])[:n] for k in ("tasks", "dictionary", "kept_bytes")}
-    # older records have the size at the end alone
+    # a run that noted no sizes on its way has that at its end alone
     if not out["kept_bytes"] and n == T:
         out["kept_bytes"] = [None] * (n - 1) + [round(record["summary"]["adapter_mb"] * 1e6)]
     return record | out | dict(matrix=kept, summary=continual_summary(kept))

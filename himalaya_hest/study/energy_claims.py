@@ -44,6 +44,7 @@ class EnergyEvidence:
     measured: dict = field(default_factory=dict) # benchmark → its record
     # of the directions, of the blocks
     grids: tuple = ("cnndm", "cnndm_blocks", "cnndm_pareto", "cnndm_pairs")
+    # methods are found by their adapter, for their names hold settings as well
     def named(self, adapter: str, scope: str = "blocks") -> list[str]:
         "The methods whose runs are of this adapter."
         return [
@@ -56,6 +57,7 @@ class EnergyEvidence:
     def proposed(self) -> list[str]:
         "The settings of HEST over blocks that are no ablations."
         return [m for m in self.named("hest") if self.is_part(m)]
+    # every figure of the page has the command that makes it
     def command(self, *names, scope: str = "blocks") -> str:
         "What makes the runs of these methods; of none, the grid that would."
         there = dict.fromkeys(
@@ -74,12 +76,8 @@ def _same_run(record):
     c = record["config"]
     return json.dumps(
         [
-            c["adapter"],
-            c.get("preset"),
-            c.get("adapter_config"),
-            c.get("training"),
-            c.get("seed"),
-            c.get("order_seed"),
+            c["adapter"], c.get("preset"), c.get("adapter_config"), c.get("training"),
+            c.get("seed"), c.get("order_seed"),
         ],
         sort_keys=True,
     )
@@ -98,6 +96,7 @@ def read_energy_evidence(
     folder = Path(folder)
     read = lambda path: json.loads(path.read_text(encoding="utf-8"))
     of = lambda name: [read(p) for p in sorted((folder / name).glob("*.json"))]
+    # grids share runs; each counts once, as the first of them has it
     runs = {}
     for r in (r for b in blocks for r in of(b)): runs.setdefault(_same_run(r), r)
     found = [by_pair(rs) if rs else {} for rs in (of(directions), list(runs.values()))]
@@ -106,6 +105,7 @@ def read_energy_evidence(
         {p.stem: read(p) for b in BENCHMARKS for p in sorted(folder.glob(f"{b}.json"))},
         (directions, *blocks),
     )
+    # a name may come from the command line, so a misspelled one is told
     if hest and hest not in e.blocks:
         raise ValueError(
             f"no runs of {hest!r} in {', '.join(blocks)}; of HEST there are: "
@@ -125,6 +125,7 @@ def made_up_energy(
     out = {}
     for name, (adapter, config, score, energy) in methods.items():
         for i in range(n):
+            # pairs differ, and methods within pairs, so that intervals are not empty
             wave = .01 * math.sin(3 * i + len(name))
             out.setdefault(name, {})[i, i] = dict(
                 run_id=f"{name}-{i}",
@@ -181,7 +182,7 @@ def interval_of(
     values, # (n,) one a pair
 ) -> tuple[float, float, float]: # mean, and its BCa interval: nan with fewer than ten pairs
     "Mean and interval over pairs, where there are enough for a verdict."
-    # ratios that are equal but for the last digit
+    # rounded, for ratios that differ in the last digit alone have no interval
     return float(np.mean(values)), *(
         bca_interval(np.round(values, 12)) if len(values) >= MAIN_PAIRS else (math.nan, math.nan)
     )
@@ -212,12 +213,14 @@ def time_ratio(
     theirs: str,
     batch_size: int = 1,
     phase: str = "answer", # or prefill, decode
-) -> tuple[float, float, float] | None: # median over rounds with its interval; None where one of them was not measured
+) -> tuple[float, float, float] | None: # median over rounds with its interval; None if not measured
     "Measured time of one method over that of another, trained gates on the study's backbone."
+    # the times of each round, by run or, of the bare backbone, by name
     rounds = {}
     for r in e.measured.get("answer_time", {}).get("rows", []):
         if (r["batch_size"], r["phase"]) == (batch_size, phase):
             rounds[r["run_id"] or r["method"]] = r["ms_rounds"]
+    # a method is there by its own name or by one of its runs
     of = lambda m: next(
         (
             rounds[i] for i in [m, *(r["run_id"] for r in e.blocks.get(m, {}).values())]
@@ -226,6 +229,7 @@ def time_ratio(
         None,
     )
     if (a := of(ours)) is None or (b := of(theirs)) is None: return None
+    # within rounds, so that a busy machine slows both
     ratios = np.array(a) / np.array(b)
     return float(np.median(ratios)), *median_interval(ratios)
 
@@ -245,6 +249,7 @@ class Duel:
     energy: tuple[float, float, float] # ratio of energy: mean, interval
     time: tuple[float, float, float] | None # ratio of measured time at batch 1
     margin: float
+    # the rules: lower end of the score, upper ends of energy and time
     @property
     def as_good(self) -> str: return ruled(*self.difference[1:], -self.margin, above=True)
     @property
@@ -253,6 +258,7 @@ class Duel:
     def faster(self) -> str: return CANNOT if self.time is None else ruled(*self.time[1:], LESS)
     def earned(self, by: str = "cheaper") -> str: # or faster
         "Whether the controller has earned its place against this opponent."
+        # without enough pairs, or the measurement, there is no verdict to give
         if self.n < MAIN_PAIRS or by == "faster" and self.time is None: return CANNOT
         return HOLDS if (self.as_good, getattr(self, by)) == (HOLDS, HOLDS) else FAILS
 
@@ -286,8 +292,10 @@ def cheapest_as_good(
 ) -> str | None: # the opponent; None where nothing can be compared
     """The cheapest setting of a mask that is not shown to be worse than ours by more than the
     margin; of none, the best one."""
+    # uniform int8 counts as a setting of every mask
     found = [d for m in [*e.named(mask), *e.named("int8")] if (d := duel(e, ours, m))]
     if not any(d.opponent in e.named(mask) for d in found): return None
+    # not shown to be worse: the lower end of the interval, or the mean where there is none
     good = [
         d for d in found
         if (d.difference[1] if is_number(d.difference[1]) else d.difference[0]) <= d.margin
@@ -320,6 +328,7 @@ def verdict_table(
             *d.energy, d.cheaper, *(d.time or [None] * 3), d.faster, d.earned(),
         ] for d, p in zip(found, _corrected([d.p for d in found]))
     ]
+    # in the order of the row's values
     columns = [
         "against", "its setting", "n", "ROUGE-L", "theirs", "difference", "95 % from", "to",
         "p (Holm)", "d_z", "as good", "energy share", "their share", "ratio", "ratio from",
@@ -327,9 +336,9 @@ def verdict_table(
         "earned by energy",
     ]
     return Table(
-        f"{found[0].method if found else 'HEST'} within n pairs: as good where the "
-        f"difference is at least −{found[0].margin if found else .03}; energy modelled, "
-        "end to end; time measured at batch 1",
+        f"{found[0].method if found else 'HEST'} within n pairs: as good where the difference is "
+        f"at least −{found[0].margin if found else .03}; energy modelled, end to end; time "
+        "measured at batch 1",
         columns, rows,
     )
 
@@ -344,8 +353,9 @@ def _corrected(p):
 # %% ../../nbs/study/05_energy_claims.ipynb #0cf679f8
 def _range(x, signed=False):
     sign = "+" if signed else ""
-    return f"{x[0]:{sign}.3f}" + (
-        "" if math.isnan(x[1]) else f" [{x[1]:{sign}.3f}, {x[2]:{sign}.3f}]"
+    return (
+        f"{x[0]:{sign}.3f}"
+        + ("" if math.isnan(x[1]) else f" [{x[1]:{sign}.3f}, {x[2]:{sign}.3f}]")
     )
 
 def _against(d, by):
@@ -369,20 +379,21 @@ def verdict_told(
     "Whether the controller earns its place, against what and by how much."
     if ours and ours not in e.blocks:
         raise ValueError(
-            f"no method over blocks is called {ours!r}; there are "
-            f"{', '.join(e.blocks) or 'none'}"
+            f"no method over blocks is called {ours!r}; there are {', '.join(e.blocks) or 'none'}"
         )
+    # without any opponent there is no verdict
     ours = ours or e.hest
     found, wanted = duels(e, ours), {"int8", *MASKS}
     if not found:
         return (
-            "Whether the controller earns its place **cannot be told**: HEST over blocks "
-            f"and masks without a controller were not run yet (`{e.command()}`)."
+            "Whether the controller earns its place **cannot be told**: HEST over blocks and masks "
+            f"without a controller were not run yet (`{e.command()}`)."
         )
     missing, out = sorted(wanted - {d.mask for d in found}), []
     for by, unit in (
         ("cheaper", "modelled energy"), ("faster", f"measured time at d = {_width(e)}")
     ):
+        # time may have been measured for some of the opponents alone
         part = [d for d in found if by == "cheaper" or d.time]
         if not part:
             out.append(
@@ -390,13 +401,13 @@ def verdict_told(
                 f"(`{e.bench('answer_time')}`)."
             )
             continue
+        # one opponent that is not beaten decides; a missing one leaves it open
         said = {d.earned(by) for d in part}
         verdict = (
             "does not earn its place" if FAILS in said
             else (
                 "cannot be told to earn its place"
-                if CANNOT in said or missing or len(part) < len(found)
-                else "earns its place"
+                if CANNOT in said or missing or len(part) < len(found) else "earns its place"
             )
         )
         out.append(
@@ -429,6 +440,7 @@ def settings_of(
     """The settings of a mask, and uniform int8, on the upper hull of mean score over mean energy:
     any other is below one that is no dearer, or below a mixture of two."""
     names, hull = [*e.named(mask), *e.named("int8")[:1]], []
+    # by energy; uniform int8 may stand in for a setting of the mask
     points = sorted(
         (
             _mean(e.blocks[m], "energy_share"),
@@ -437,6 +449,7 @@ def settings_of(
     )
     best = max((y for _, y, _ in points), default=0)
     for x, y, m in points:
+        # a point below the line from its neighbour before to the new one is no longer on the hull
         while hull and (
             hull[-1][0] == x
             or len(hull) > 1
@@ -462,12 +475,13 @@ def equal_energy(
     e: EnergyEvidence,
     ours: str,
     mask: str, # adapter
-) -> tuple[np.ndarray, np.ndarray]: # our score and the mask's at our energy, of each pair in which they can be compared
+) -> tuple[np.ndarray, np.ndarray]: # our score, the mask's at our energy, by pair
     "Scores at one energy within pairs."
     names, runs = settings_of(e, mask), e.blocks.get(ours, {})
     score = score_of(list(runs.values())) if runs else ""
     of = lambda r: (r["summary"]["energy_share"], r["summary"][score])
     found = []
+    # a line needs two settings, all of them run in this pair
     for pair, r in runs.items():
         if len(names) < 2 or not all(pair in e.blocks[m] for m in names): continue
         if (theirs := mask_at([of(e.blocks[m][pair]) for m in names], of(r)[0])) is not None:
@@ -491,6 +505,7 @@ def equal_energy_table(
                 sign_flip_p(d) if len(d) >= MAIN_PAIRS else math.nan, effect_size(d),
                 ruled(*interval_of(d)[1:], 0.0, above=True),
             ])
+    # corrected once all rows are known
     for row, p in zip(rows, _corrected([r[9] for r in rows])): row[9] = p
     return Table(
         "HEST and a mask of the same modelled energy, within n pairs",
@@ -506,8 +521,7 @@ def _mean(runs, key): return float(np.mean([r["summary"][key] for r in runs.valu
 # %% ../../nbs/study/05_energy_claims.ipynb #d5790766
 def pareto_points(
     e: EnergyEvidence,
-    # or time: measured, of an answer at batch 1 over the bare backbone in fp32; time 8: at batch
-    # 8
+    # or time: measured, of an answer at batch 1 over the bare backbone in fp32; time 8: at batch 8
     x: str = "energy_share",
     ablations: bool = False, # with those, too
 ) -> list[dict]: # curve, method, n, x, and the score with its interval
@@ -517,6 +531,7 @@ def pareto_points(
         if not ablations and not e.is_part(m): continue
         score = score_of(list(runs.values()))
         y = [r["summary"][score] for r in runs.values()]
+        # energy has its interval over pairs, time over rounds
         if x == "energy_share":
             where = (
                 _mean(runs, x),
@@ -544,10 +559,10 @@ def pareto_table(
     int8, rows = next(iter(e.named("int8")), ""), []
     for p in pareto_points(e, ablations=True):
         d, one, many = (
-            duel(e, p["method"], int8),
-            time_ratio(e, p["method"], "fp32"),
+            duel(e, p["method"], int8), time_ratio(e, p["method"], "fp32"),
             time_ratio(e, p["method"], "fp32", 8),
         )
+        # uniform int8 is not held against itself
         keeps = None if p["method"] == int8 or d is None else d.as_good
         rows.append([
             p["curve"],
@@ -557,8 +572,8 @@ def pareto_table(
             one and one[0], many and many[0],
         ])
     return Table(
-        "Settings over n pairs; energy modelled, end to end; time of an answer over the "
-        "bare backbone's in fp32",
+        "Settings over n pairs; energy modelled, end to end; time of an answer over the bare "
+        "backbone's in fp32",
         [
             "method", "setting", "n", "energy share", "ROUGE-L", "95 % from", "to", "less int8's",
             "keeps the margin", "time, batch 1", "time, batch 8",
@@ -584,6 +599,7 @@ _LOOKS = [
     ("#c48a56", ">", "-"),
 ]
 
+# %% ../../nbs/study/05_energy_claims.ipynb #20c58dc3
 def pareto_curve(
     e: EnergyEvidence,
     x: str = "energy_share", # or time, time 8
@@ -596,6 +612,7 @@ def pareto_curve(
             f"no run has {x!r}: run "
             f"{e.bench('answer_time') if x != 'energy_share' else e.command()}"
         )
+    # room below for a legend of two columns
     names = list(dict.fromkeys(p["curve"] for p in points))
     figure, ((axes,),) = new_figure(7.6, 4.6 + .18 * -(-len(names) // 2))
     plain_axes(axes)
@@ -608,6 +625,7 @@ def pareto_curve(
             linestyle=style if len(of) > 1 else "none", linewidth=1.4,
             label=f"{name} (n = {min(p['n'] for p in of)})",
         )
+        # with few pairs there is no interval to draw
         if np.isnan(low).any(): pass
         elif len(of) > 1: axes.fill_between(at, low, high, color=color, alpha=.14, linewidth=0)
         else: axes.errorbar(at, y, [y - low, high - y], color=color, linewidth=1, capsize=3)
@@ -616,6 +634,7 @@ def pareto_curve(
                 f"{b:.2f}", (a, b), (0, 6), textcoords="offset points", ha="center", fontsize=6.5,
                 color=color,
             )
+    # left of the line an answer is faster than the backbone's own
     if x != "energy_share": axes.axvline(1., color="black", linewidth=.7, linestyle=":")
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.05 * float(np.nanmax([p[k] for p in points for k in ("score", "high")])))
@@ -659,15 +678,15 @@ def _said(f, n, found, here, *told, unit=""):
 def scores_and_savings(e: EnergyEvidence) -> list[Finding]:
     "Claim 1: HEST and TABS in equal scopes."
     out = []
-    # over blocks the scope is the whole forward pass
+    # over blocks the scope is the whole forward pass, so there are two parts instead of three
     for scope, parts in dict(
         directions=dict(a="a", b="b", c="c"), blocks=dict(a="d", c="e")
     ).items():
         ours, theirs = main_method(e, "hest", scope), main_method(e, "tabs", scope)
         claims = dict(
             a="ROUGE-L equal to TABS'",
-            b="at least 40 % less of the directions' energy than TABS (a setting: the budget "
-            "is .6 of TABS' mean)",
+            b="at least 40 % less of the directions' energy than TABS (a setting: the budget is .6 "
+            "of TABS' mean)",
             c="at least 40 % less energy of the whole forward pass than TABS",
         )
         fs = {
@@ -675,6 +694,7 @@ def scores_and_savings(e: EnergyEvidence) -> list[Finding]:
             for l, number in parts.items()
         }
         out += fs.values()
+        # the parts are listed even where nothing was run
         if not (d := duel(e, ours, theirs, scope=scope)): continue
         _said(
             fs["a"], d.n, d.difference, d.as_good,
@@ -685,6 +705,7 @@ def scores_and_savings(e: EnergyEvidence) -> list[Finding]:
             fs["c"], d.n, d.energy, ruled(*d.energy[1:], .6),
             f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}", "held to .6",
         )
+        # the directions' own energy, of the same pairs
         if "b" not in fs: continue
         u, v = shared(getattr(e, scope)[ours], getattr(e, scope)[theirs], "scope_energy_share")
         ratio = interval_of(u / v)
@@ -708,6 +729,7 @@ def latencies(e: EnergyEvidence) -> list[Finding]:
         )
         out.append(f)
         if not ours or not theirs: continue
+        # a median with its own interval, since a busy machine may spoil a pair
         a, b = shared(e.blocks[ours], getattr(e, scope)[theirs], "latency_p99_ms")
         if not len(a): f.told = "latency was not measured"; continue
         low, high = median_interval(a / b) if len(a) >= MAIN_PAIRS else (math.nan, math.nan)
@@ -745,6 +767,7 @@ def controllers(e: EnergyEvidence) -> list[Finding]:
             f"Gates over {scope}: at least 90 % fewer controller parameters than TABS",
             (ours, theirs), scope,
         )
+        # the largest of any run, and 0 where none noted it
         a, b = (
             max(
                 (
@@ -755,6 +778,7 @@ def controllers(e: EnergyEvidence) -> list[Finding]:
             ) for m in (ours, theirs)
         )
         g = Finding(f"3{letters[1]}", "… at the size of Llama-2-7B, by shapes", command=ITSELF)
+        # the same rule for what was trained and for what follows from shapes
         for x, (a, b), n in ((f, (a, b), 1), (g, controller_numbers(scope, **FOUNDING), 0)):
             if a and b:
                 x.figure, x.n, x.here, x.unit, x.told = (
@@ -778,6 +802,7 @@ def _bounded(record):
 # %% ../../nbs/study/05_energy_claims.ipynb #6176954a
 def bound_kept(e: EnergyEvidence, scope: str, part: str) -> Finding:
     "HEST's largest sample over its bound, over all settings of HEST with a bucket."
+    # runs with a bucket and a bound, whose samples were measured one by one
     runs = [
         (m, r) for m in e.named("hest", scope) for r in getattr(e, scope)[m].values()
         if _bounded(r) and r["config"].get("e_max") and r["energy"].get("scope_energy_share")
@@ -823,19 +848,21 @@ def overshoot(e: EnergyEvidence, scope: str, part: str) -> Finding:
 # %% ../../nbs/study/05_energy_claims.ipynb #3a1cdf77
 def bounds(e: EnergyEvidence) -> list[Finding]:
     "Claim 4."
+    # the bucket alone, without a model: any scores that a gate could give
     f = Finding(
         "4c",
-        "The bucket's bounds unbroken on at least 100,000 sequences, adversarial ones and "
-        "4,096 tokens among them",
+        "The bucket's bounds unbroken on at least 100,000 sequences, adversarial ones and 4,096 "
+        "tokens among them",
         CANNOT, unit="of a bound", command=e.bench("energy_claims"),
     )
     if b := e.measured.get("energy_claims", {}).get("bound"):
         f.figure, f.n, f.told = (
             b["largest_use"], b["sequences"],
-            "largest use of a bound on prefix, token or window; random, constant and "
-            "searched gate scores",
+            "largest use of a bound on prefix, token or window; random, constant and searched gate "
+            "scores",
         )
         f.here = HOLDS if f.figure <= 1 + 1e-9 and f.n >= 100_000 else FAILS
+    # in the order of the table
     return [
         bound_kept(e, "directions", "4a"), bound_kept(e, "blocks", "4b"), f,
         overshoot(e, "directions", "4d"), overshoot(e, "blocks", "4e"),
@@ -860,7 +887,7 @@ def lines(e: EnergyEvidence) -> list[Finding]:
 def growth(
     rows: list[dict], # of bench/controller_share.py: one method, width and batch size
     from_tokens: int = 512,
-) -> tuple[float, float] | None: # exponent of the controller's time in tokens; its share of multiply-adds at the most tokens over that at the fewest. None with one length
+) -> tuple[float, float] | None: # exponent, and ratio of shares; None with one length
     "How the cost of deciding grows with the prompt."
     of = {r["n_tokens"]: r for r in rows if r["n_tokens"] >= from_tokens}
     if len(of) < 2: return None
@@ -873,6 +900,7 @@ def growth(
 # %% ../../nbs/study/05_energy_claims.ipynb #5082b260
 def deciding(e: EnergyEvidence) -> list[Finding]:
     "Claim 6."
+    # by width and batch size, HEST's rows alone
     record, found = e.measured.get("controller_share", {}), {}
     for r in record.get("rows", []):
         found.setdefault((r["width"], r["batch_size"]), []).extend(
@@ -889,6 +917,7 @@ def deciding(e: EnergyEvidence) -> list[Finding]:
             unit="times", command=e.bench("controller_share"),
         ),
     ]
+    # the largest of them decides, since the rule looks at the upper end
     for f, i in zip(out, (0, 1) if grown else ()):
         x = [g[i] for g in grown.values()]
         f.figure, f.low, f.high, f.n = float(np.median(x)), min(x), max(x), len(x)
@@ -910,6 +939,7 @@ def targets(e: EnergyEvidence) -> list[Finding]:
             "uniform int8" if mask == "int8"
             else f"{mask} without a controller, its cheapest not shown to be worse"
         )
+        # listed even where nothing was run, with the command that would run it
         names = (e.hest, *(e.named(mask) if d is None else [d.opponent]))
         fs = [
             _finding(e, f"7{letter}1", f"ROUGE-L as good as that of {whom}", names),
@@ -922,6 +952,7 @@ def targets(e: EnergyEvidence) -> list[Finding]:
             ),
         ]
         out += fs
+        # the duel has the figures already; the rows repeat them one by one
         if d is None: continue
         _said(
             fs[0], d.n, d.difference, d.as_good,
@@ -932,6 +963,7 @@ def targets(e: EnergyEvidence) -> list[Finding]:
             fs[1], d.n, d.energy, d.cheaper,
             f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}, modelled", f"held to {LESS}",
         )
+        # time has rounds instead of pairs
         for f, b in zip(fs[2:], (1, 8)):
             if t := time_ratio(e, e.hest, d.opponent, b):
                 f.figure, f.low, f.high, f.n, f.here, f.told = (
@@ -948,8 +980,10 @@ def rooflines(e: EnergyEvidence) -> list[Finding]:
             (b, r) for b, part in record["backbones"].items() for r in part.get("roofline", [])
             if r["measured"]
         ):
-            least, most = r["expected"]["least"] - .025, (
-                math.inf if r["expected"]["most"] is None else r["expected"]["most"] + .025
+            # an expectation may have no upper end: "or more"
+            least, most = (
+                r["expected"]["least"] - .025,
+                math.inf if r["expected"]["most"] is None else r["expected"]["most"] + .025,
             )
             x = [m["time"] for m in r["measured"]]
             kept = [least <= v <= most for v in x]
@@ -959,8 +993,8 @@ def rooflines(e: EnergyEvidence) -> list[Finding]:
                     f" to {100 * r['expected']['most']:.0f} %" if math.isfinite(most)
                     else " or more"
                 )
-                + f", kept within 2.5 points in {sum(kept)} of n settings; median, smallest "
-                f"and largest of these; wall time on {record['device']}, random weights"
+                + f", kept within 2.5 points in {sum(kept)} of n settings; median, smallest and "
+                f"largest of these; wall time on {record['device']}, random weights"
             )
             out.append(Finding(
                 f"8{'abcdefghij'[len(out)]}",
@@ -969,6 +1003,7 @@ def rooflines(e: EnergyEvidence) -> list[Finding]:
                 HOLDS if all(kept) else CANNOT if any(kept) else FAILS, figure=float(np.median(x)),
                 low=min(x), high=max(x), n=len(x), unit="%", told=told, command=record["command"],
             ))
+    # without a GPU's record the row is there and says that it cannot be told
     return out or [Finding(
         "8a", "Change of time from the bare backbone at 7B as a roofline expects", CANNOT,
         command="python bench/gpu_blocks.py",
@@ -982,14 +1017,8 @@ def energy_findings(
 ) -> list[Finding]: # targets first
     "Every claim and target of Study 2."
     return [
-        *targets(e),
-        *scores_and_savings(e),
-        *latencies(e),
-        *controllers(e),
-        *bounds(e),
-        *lines(e),
-        *deciding(e),
-        *rooflines(e),
+        *targets(e), *scores_and_savings(e), *latencies(e), *controllers(e),
+        *bounds(e), *lines(e), *deciding(e), *rooflines(e),
     ]
 
 # %% ../../nbs/study/05_energy_claims.ipynb #1ca81608
@@ -1012,7 +1041,7 @@ def energy_claims_table(
     )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #b451b149
-# share of tokens' blocks off / in int8
+# the numbers: per cent of the tokens' blocks that are off / in int8
 MIXES = ("hest 20/80", "hest 40/60", "random 20/80", "depth 20/80", "depth 40/60")
 
 def _setting(row):
@@ -1021,12 +1050,14 @@ def _setting(row):
         f"{row['phase']} {row['n_tokens']:,}, batch {row['batch_size']}"
     )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #3f18b107
 def width_table(
     record: dict, # of bench/block_speed.py
     variants: tuple = MIXES,
 ) -> Table: # a row a backbone, phase and batch size; a column a variant
     "Measured time over uniform int8, by width: where skipping pays."
     shown = lambda x: f"{x['median']:.2f} [{x['low']:.2f}, {x['high']:.2f}]"
+    # a mix that was not measured at all has no column
     there, rows = [
         v for v in variants if any(v == x["variant"] for r in record["rows"] for x in r["variants"])
     ], []
@@ -1053,6 +1084,7 @@ def widths_told(
     below .9."""
     out = []
     for name in variants:
+        # all settings in which the mix was measured, and those of them that pay
         found = [
             (_setting(r), v["of_int8"]) for r in record["rows"] for v in r["variants"]
             if v["variant"] == name
@@ -1077,9 +1109,9 @@ def main(
     "`python -m himalaya_hest.study.energy_claims nbs/records [method]`: print the verdicts."
     if not 1 <= len(arguments) <= 2 or not Path(arguments[0]).is_dir():
         print(
-            "usage: python -m himalaya_hest.study.energy_claims RECORDS [METHOD], where "
-            "RECORDS is a folder of committed records (nbs/records) and METHOD the setting "
-            "of HEST that is judged",
+            "usage: python -m himalaya_hest.study.energy_claims RECORDS [METHOD], where RECORDS is "
+            "a folder of committed records (nbs/records) and METHOD the setting of HEST that is "
+            "judged",
             file=sys.stderr,
         )
         return 2
