@@ -235,6 +235,7 @@ def _draw_band(axes, name, x, curves):
             fontsize=7,
             bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.8),
         )
+    # n and area in the title, where a legend would need a line a method
     axes.set_title(
         "\n".join(_wrapped(name)) + f"\nn = {len(curves)}, AUC {mean.mean():.3f}", fontsize=8
     )
@@ -331,6 +332,7 @@ def _draw_bars(axes, rows, key, label, chance=None):
     middle = np.median if key in MEDIANS else np.mean
     low, high = zip(*[spread(v, key in MEDIANS) if v else (0., 0.) for v in values])
     span = max(*high, 1e-9) - min(*low, 0.)
+    # the role is told by colour and hatching, the spread by a bar of its own
     for y, ((_, _, role), v) in enumerate(zip(rows, values)):
         if not v:
             axes.text(0, y, " not measured", va="center", fontsize=6.5, color="#666666"); continue

@@ -44,6 +44,7 @@ def read_folders(
 ) -> Explorer:
     """Read all records of some folders, of repeated runs the first; FileNotFoundError where there
     are none."""
+    # a list, one path, or names as a shell would pass them
     folders = (
         [f.strip() for f in folders.split(",")] if isinstance(folders, str)
         else [folders] if isinstance(folders, Path) else list(folders)
@@ -81,6 +82,7 @@ def _first_of_each(found): # [(folder, record)]
                     f"{folder}: {r['run_id']} is the run {first[1]['run_id']} of {first[0]} again "
                     f"({key[1]}, seed and order_seed {pair(r)}), and left out",
                 ))
+    # the order of reading is kept
     left = {id(r) for r, _ in out}
     return [r for _, r in found if id(r) not in left], [told for _, told in out]
 

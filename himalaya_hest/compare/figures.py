@@ -177,6 +177,7 @@ def retained_curve(
     axes.set_xlabel("after training task", fontsize=9)
     axes.set_ylabel("mean score over all tasks seen\n(share of 1)", fontsize=9)
     axes.set_title(record["run_id"], fontsize=9)
+    # below the axes, where it hides no point
     figure.legend(
         *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
@@ -456,6 +457,7 @@ def energy_curve(
         f"{history[-1]['energy']:.3f}", (x[-1], history[-1]["energy"]), (4, 0),
         textcoords="offset points", fontsize=7.5, va="center",
     )
+    # the share from 0 to 1, so that runs can be compared
     top.set(ylim=(0, 1.05))
     top.set_ylabel("scope share\n(of all directions in fp)", fontsize=9)
     top.legend(fontsize=8, frameon=False)
@@ -488,6 +490,7 @@ def utilisation(
     )
     figure, ((axes,),) = new_figure(.8 * shown.shape[1] + 2.6, .42 * len(u["layers"]) + 1.9)
     image = axes.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    # hundredths in the cells, nothing where no token was
     _write_cells(
         axes, shown, [[f"{100 * v:.0f}" if not np.isnan(v) else "" for v in row] for row in shown],
         .55, 8,

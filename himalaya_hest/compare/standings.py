@@ -381,6 +381,7 @@ def fairness_table(
                 _mean_of(runs, "average_accuracy"), _mean_of(runs, "just_learned_accuracy"),
                 _mean_of(runs, "average_forgetting"),
             ])
+    # own instructions come first, and chance last
     columns = [
         "method", "instructions", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n",
         "final", "just learned", "forgotten",
@@ -419,6 +420,7 @@ def tuned_single(
             f"{adapter} was run on single tasks with several settings "
             f"({', '.join(sorted(rates))}): keep the one that the development world chose"
         )
+    # single tasks have nothing to forget: what is just learned is all
     return float(np.mean([r["summary"]["just_learned_accuracy"] for r in runs])) if runs else None
 
 # %% ../../nbs/compare/03_standings.ipynb #b633cc48

@@ -27,6 +27,7 @@ class Followed:
     no padding; of the gates in some layers."""
     def __init__(self, layers: tuple, costs):
         self.layers, self.costs, self.rows = layers, costs, None
+
     def add(self, gates) -> None: # TokenGates of a pass
         # (b, n, gates): the state that each gate took
         states = torch.cat([gates.states[l] for l in self.layers], -2).argmax(-1).cpu().numpy()
@@ -41,6 +42,7 @@ class Followed:
             self.rows = [[] for _ in range(b)]
         for i, row in enumerate(self.rows):
             row += [(states[i, t], keys[i, t], headed[i, t], attended[i, t]) for t in range(n)]
+
     # (rows, 3): how much of its bound the worst prefix, token and window of each row takes
     def use(self, e_max: float, capacity: float) -> np.ndarray:
         return np.array([

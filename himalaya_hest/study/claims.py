@@ -214,6 +214,7 @@ def comparisons() -> list[tuple]: # (finding, names of the rival, value, margin)
     lost = lambda r: r["summary"]["average_forgetting"]
     of = lambda wanted: lambda r: final_score(r, wanted)
     less = "Forgets at least {} pp less than {}, which was said to forget {} pp"
+    # negative margins where less is better
     return [
         (Finding("1b", less.format(3.5, "LoRA", "5 to 8"), unit="pp"), ("lora",), lost, -.035),
         (Finding("1c", less.format(1.2, "LILAC", 2.7), unit="pp"), LILAC, lost, -.012),
@@ -328,6 +329,7 @@ def storage(e: Evidence) -> list[Finding]:
         told="both verdicts by shapes: counted at d = 4096, L = 32 with every slot in use",
         command=ITSELF,
     )
+    # by shapes, hence the same verdict for both
     a.here = a.founding = HELD if full <= 2.3 else NOT_HELD
     b = Finding("3b", "Storage is fixed: it does not grow with the tasks", unit="MB")
     # what the runs kept is told, and decides nothing: the claim is of the founding scale
@@ -368,6 +370,7 @@ def latency(e: Evidence) -> list[Finding]:
         Finding("3c", "Peak latency on a Raspberry Pi 4 is at most 7 % higher", unit="%"),
         Finding("3d", "Others cost 20 % or more", unit="%"),
     )
+    # a run that was not timed counts for neither
     took = lambda runs: [
         x for r in runs.values() if (x := r["summary"].get("cpu_latency_overhead")) is not None
     ]
@@ -508,6 +511,7 @@ def norm_chart(
     )
     axes.set_xlabel("tasks trained", fontsize=9)
     axes.set_ylabel("largest norm of a stored atom", fontsize=9)
+    # each form's largest value stands in the legend
     figure.legend(
         *axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7.5,
         frameon=False,
@@ -643,6 +647,7 @@ def kept_of_data(
 ) -> Table: # a row a part, the largest first
     """What is kept between tasks at d = 4096 and L = 32, with everything in use, and what it is
     computed from."""
+    # with every slot in use: the most that can be kept
     core = at_large_scale(preset).tuner.core()
     rows = []
     for name, size in packed_bytes(core, filled=fill_of(core, full=True)).items():
@@ -691,6 +696,7 @@ def claims_table(
     title: str = "Claims of Study 1, here and at the founding scale",
 ) -> Table: # a row a part
     "Verdicts with figure, interval, n and command."
+    # a dash where a finding has nothing to tell or no command
     rows = [
         [
             f.part, f.claim, f.here, *shown_figure(f), f.n or None, f.founding, f.told or "–",
@@ -750,6 +756,7 @@ def sizes_told(
     whether that is below the question's limit."""
     said, mb = [], lambda x: "size not known" if x is None else f"{x:.2f} MB"
     for m in names:
+        # a method that is not known here has no size at the founding scale
         large = _large_mb(e.runs[m])
         said.append(
             f"{m} {mb(_mean_of(e.runs[m], 'adapter_mb'))} here, {mb(large)} at d = 4096"

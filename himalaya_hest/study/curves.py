@@ -166,6 +166,7 @@ def crossing_table(
                 (p[mb], p["AUC"]) for p in points
                 if p["tasks"] == n and p["method"].startswith(family) and p[mb] is not None
             )
+            # the control has one size, so its curve is a level
             its = next(
                 (
                     p for p in points
@@ -258,6 +259,7 @@ def tasks_chart(
     axes.set_xticks(range(len(lengths)), lengths)
     axes.set_xlim(-.3, len(lengths) - .3)
     axes.set_xlabel("tasks learned one after another", fontsize=9)
+    # one legend, since all panels show the same methods
     figure.legend(
         *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,

@@ -44,6 +44,7 @@ class EnergyEvidence:
     measured: dict = field(default_factory=dict) # benchmark → its record
     # of the directions, of the blocks
     grids: tuple = ("cnndm", "cnndm_blocks", "cnndm_pareto", "cnndm_pairs")
+
     # methods are found by their adapter, for their names hold settings as well
     def named(self, adapter: str, scope: str = "blocks") -> list[str]:
         "The methods whose runs are of this adapter."
@@ -51,12 +52,15 @@ class EnergyEvidence:
             m for m, runs in getattr(self, scope).items()
             if next(iter(runs.values()))["config"]["adapter"] == adapter
         ]
+
     def is_part(self, method: str) -> bool:
         "Whether a method over blocks is proposed or a rival, and no ablation."
         return run_role(next(iter(self.blocks[method].values()))) != "ablation"
+
     def proposed(self) -> list[str]:
         "The settings of HEST over blocks that are no ablations."
         return [m for m in self.named("hest") if self.is_part(m)]
+
     # every figure of the page has the command that makes it
     def command(self, *names, scope: str = "blocks") -> str:
         "What makes the runs of these methods; of none, the grid that would."
@@ -68,6 +72,7 @@ class EnergyEvidence:
             "; ".join(there)
             or f"python bench/grid.py bench/grids/{self.grids[scope == 'blocks']}.yaml"
         )
+
     def bench(self, name: str) -> str:
         return self.measured.get(name, {}).get("command", f"python bench/{name}.py")
 
@@ -133,6 +138,7 @@ def made_up_energy(
                 command="python bench/grid.py made_up.yaml",
                 matrix=[[score]],
                 tasks=["t"],
+                # all of one world, or they could not be compared
                 world=dict(digest="w", stream="toy"),
                 config=dict(
                     adapter=adapter,
@@ -153,6 +159,7 @@ def made_up_energy(
                     joules_source="modelled: x",
                 )
                 | summary,
+                # the samples spread around the mean, so that the largest of them is another figure
                 energy=dict(
                     scope_energy_share=[.5 * scope_share, 1.5 * scope_share],
                     energy_share=[energy] * 2,
@@ -249,6 +256,7 @@ class Duel:
     energy: tuple[float, float, float] # ratio of energy: mean, interval
     time: tuple[float, float, float] | None # ratio of measured time at batch 1
     margin: float
+
     # the rules: lower end of the score, upper ends of energy and time
     @property
     def as_good(self) -> str: return ruled(*self.difference[1:], -self.margin, above=True)
@@ -256,6 +264,7 @@ class Duel:
     def cheaper(self) -> str: return ruled(*self.energy[1:], LESS)
     @property
     def faster(self) -> str: return CANNOT if self.time is None else ruled(*self.time[1:], LESS)
+
     def earned(self, by: str = "cheaper") -> str: # or faster
         "Whether the controller has earned its place against this opponent."
         # without enough pairs, or the measurement, there is no verdict to give
@@ -322,6 +331,7 @@ def verdict_table(
     found: list[Duel],
 ) -> Table: # a row an opponent
     "The comparison behind the verdict."
+    # of a duel without measured time the last columns stay empty
     rows = [
         [
             d.mask, d.opponent, d.n, *d.scores, *d.difference, p, d.d_z, d.as_good, *d.shares,
@@ -358,6 +368,7 @@ def _range(x, signed=False):
         + ("" if math.isnan(x[1]) else f" [{x[1]:{sign}.3f}, {x[2]:{sign}.3f}]")
     )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #edc8b830
 def _against(d, by):
     "One opponent, in words."
     whom = (
@@ -496,6 +507,7 @@ def equal_energy_table(
     rows = []
     for m in sorted(e.proposed(), key=lambda m: _mean(e.blocks[m], "energy_share")):
         for mask in MASKS:
+            # a setting below the mask's cheapest has nothing to be held against
             a, b = equal_energy(e, m, mask)
             if not len(a): continue
             d = a - b
@@ -538,6 +550,7 @@ def pareto_points(
                 *bca_interval(np.round([r["summary"][x] for r in runs.values()], 12)),
             )
         elif (where := time_ratio(e, m, "fp32", 8 if x.endswith("8") else 1)) is None: continue
+        # score and x each have an interval, for both axes
         out.append(dict(
             curve=curve_of(m),
             method=m,
@@ -564,6 +577,7 @@ def pareto_table(
         )
         # uniform int8 is not held against itself
         keeps = None if p["method"] == int8 or d is None else d.as_good
+        # the setting is what the curve's name leaves out
         rows.append([
             p["curve"],
             ", ".join(x for x in p["method"].split(", ") if x not in p["curve"].split(", "))
@@ -727,6 +741,7 @@ def latencies(e: EnergyEvidence) -> list[Finding]:
             + " (every block in fp)" * (scope == "directions"),
             (ours,),
         )
+        # the part is listed even where nothing was run
         out.append(f)
         if not ours or not theirs: continue
         # a median with its own interval, since a busy machine may spoil a pair
@@ -812,6 +827,7 @@ def bound_kept(e: EnergyEvidence, scope: str, part: str) -> Finding:
         unit="of E_max",
     )
     if runs:
+        # each run by its own bound
         use = {
             r["run_id"]: max(
                 r["summary"]["scope_energy_share_max"], *r["energy"]["scope_energy_share"]
@@ -837,6 +853,7 @@ def overshoot(e: EnergyEvidence, scope: str, part: str) -> Finding:
     )
     runs = [r["summary"] for r in getattr(e, scope).get(tabs, {}).values()]
     if not runs: return f
+    # within a run: the largest sample over the mean of all
     found = interval_of([s["scope_energy_share_max"] / s["scope_energy_share"] for s in runs])
     return _said(
         f, len(runs), found, ruled(*found[1:], 1.8, above=True),
@@ -987,6 +1004,7 @@ def rooflines(e: EnergyEvidence) -> list[Finding]:
             )
             x = [m["time"] for m in r["measured"]]
             kept = [least <= v <= most for v in x]
+            # the range as it was expected, then how many settings kept it
             told = (
                 f"expected {100 * r['expected']['least']:.0f} %"
                 + (
@@ -1063,6 +1081,7 @@ def width_table(
     ], []
     for r in record["rows"]:
         of = {v["variant"]: v for v in r["variants"]}
+        # the median of uniform int8 over fp32 first: what a mix is held against
         rows.append([
             _setting(r),
             r["rounds"],
@@ -1093,6 +1112,7 @@ def widths_told(
             f"{setting} ({x['median']:.2f})" for setting, x in found
             if ruled(x["low"], x["high"], LESS) == HOLDS
         ]
+        # a mix that was never measured has no line
         if found:
             out.append(
                 f"* {name}: at least 10 % less in {len(pays)} of {len(found)} settings"

@@ -168,6 +168,7 @@ def int8_product_table(
         return (
             min(us[k][1] for k in ("int_mm + rounding", "onednn + rounding") if k in us) / us[of][1]
         )
+    # a width that was not measured with so many rows has no figure
     shown = [
         [
             d,
@@ -206,6 +207,7 @@ def settings_table(
             [],
         ).append(r)
     score = score_of(records)
+    # a method without gates has no expected share
     over = lambda values: (
         float(np.mean(values)) if (values := [v for v in values if v is not None]) else None
     )

@@ -182,6 +182,7 @@ def quoted_table(
     folder: str | Path, # nbs/records
 ) -> Table: # in the order of the list
     "Each quoted figure, ours beside it."
+    # the reason is a column of its own, and never empty
     return Table(
         "Figures from elsewhere",
         [
