@@ -134,7 +134,7 @@ def main_table(
     score over evaluated rows."""
     rows, shown = [], set()
     for name, runs in by_pair(records).items():
-        # with fewer pairs a method belongs into the exploratory table
+        # with fewer pairs a method belongs in the exploratory table
         if len(runs) < least: continue
         shown |= {r["run_id"] for r in runs.values()}
         auc, final = _column(runs, "retained_accuracy_auc"), _mean_of(runs, "average_accuracy")

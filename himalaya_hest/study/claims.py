@@ -57,8 +57,7 @@ class Evidence:
 def _records(folder):
     return (
         [json.loads(p.read_text(encoding="utf-8")) for p in sorted(Path(folder).glob("*.json"))]
-        if Path(folder).is_dir()
-        else []
+        if Path(folder).is_dir() else []
     )
 
 # %% ../../nbs/study/04_claims.ipynb #7fb87cd6
@@ -332,7 +331,7 @@ def storage(e: Evidence) -> list[Finding]:
     # by shapes, hence the same verdict for both
     a.here = a.founding = HELD if full <= 2.3 else NOT_HELD
     b = Finding("3b", "Storage is fixed: it does not grow with the tasks", unit="MB")
-    # what the runs kept is told, and decides nothing: the claim is of the founding scale
+    # the runs' own bytes are told beside 3a without deciding it; they decide about growth here
     if ours := e.of("himalaya"):
         mb = [r["summary"]["adapter_mb"] for r in ours.values()]
         a.told = _joined(
