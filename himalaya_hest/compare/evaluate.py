@@ -21,14 +21,14 @@ from ..running.config import checked_parameters, plain_name
 from ..measures.continual import evaluated_rows, retained_accuracy
 from ..measures.energy import joules_source
 from himalaya_hest.compare.pairs import (
-    FEWEST, bca_interval, by_pair, is_number, median_interval, method_of,
+    FEWEST, bca_interval, by_pair, is_number, median_interval, method_of
 )
 from himalaya_hest.measures.records import (
     Table, check_record, finished_runs, is_complete, load_record, load_records, readable,
     record_path, run_role, same_world, summary_table, task_table,
 )
 from himalaya_hest.compare.figures import (
-    DARK, LIGHT, MIDDLE, Chart, new_figure, no_curve, plain_axes, run_charts, run_report,
+    DARK, LIGHT, MIDDLE, Chart, new_figure, no_curve, plain_axes, run_charts, run_report
 )
 from himalaya_hest.compare.standings import (
     CHANCE, MAIN_PAIRS, _mean_of, chance_runs, chance_scores, exploratory_table, grouped_table,
@@ -42,11 +42,13 @@ def zero_shot_scores(
 ) -> dict | None: # task → score; None where there is no such run
     "The scores of the most recent zero-shot run of a world."
     for run_id in reversed(finished_runs(results_dir)) if world else ():
+        # a cheap look at the bytes spares parsing every record of the folder
         if (
             not (path := record_path(results_dir, run_id)).is_file()
             or b"zero_shot" not in path.read_bytes()
         ):
             continue
+        # another run's damaged record is no reason to stop here
         try: r = load_record(results_dir, run_id)
         except ValueError: continue
         if (
@@ -81,7 +83,7 @@ def _write_tables(path, tables):
 
 def _save_charts(charts, folder, prefix):
     "Write figures and print their paths."
-    # none of a sentence in a figure's place
+    # a sentence in a figure's place has no file
     paths = [path for chart in charts if (path := chart.save(folder, prefix))]
     for path in paths: print(path)
     return paths
@@ -157,26 +159,28 @@ def aggregated_metrics(
         k: {r["run_id"]: r["summary"][k] for r in records if is_number(r["summary"].get(k))}
         for k in names
     }
+    # other protocols, such as joint training, are references and no candidates
     proposed, baselines = (
         [
-            r
-            for r in records
+            r for r in records
             if run_role(r) == role
             and r.get("config", {}).get("protocol", "sequential") == "sequential"
-        ]
-        for role in ("proposed", "baseline")
+        ] for role in ("proposed", "baseline")
     )
     baseline = _best(baselines, name, higher)
+    # of energy: at equal or better quality alone
     if name == "mean_joules_per_sample" and baseline:
         quality = next((k for k in ("rougeL", "accuracy") if k in metrics), "rougeL")
         floor = metrics.get(quality, {}).get(baseline["run_id"], math.inf)
         proposed = [r for r in proposed if (r["summary"].get(quality) or -math.inf) >= floor]
     best = _best(proposed, name, higher)
+    # null says that nothing was eligible, and must not pass unseen
     for role, found in (("proposed", best), ("baseline", baseline)):
         if not found:
             warnings.warn(
-                f"no eligible {role} run with {name} among {len(records)} runs: null is " "written"
+                f"no eligible {role} run with {name} among {len(records)} runs: null is written"
             )
+    # in per cent of the baseline, positive where the proposed run is better
     gap = None
     if best and baseline and baseline["value"]:
         gap = (best["value"] - baseline["value"]) / baseline["value"] * 100 * (1 if higher else -1)
@@ -204,11 +208,9 @@ def _by_mean(records, key):
     out."""
     found = (
         (
-            m,
-            [v for r in runs.values() if is_number(v := r["summary"].get(key))],
+            m, [v for r in runs.values() if is_number(v := r["summary"].get(key))],
             run_role(next(iter(runs.values()))),
-        )
-        for m, runs in by_pair(records).items()
+        ) for m, runs in by_pair(records).items()
     )
     higher = PRIMARY.get(key, ("", True))[1]
     return sorted(
@@ -222,26 +224,18 @@ def _draw_band(axes, name, x, curves):
     if len(curves) > 1:
         axes.fill_between(x, *bands.T, color="#9fb3c8", alpha=.75, linewidth=0, label=SPREAD)
     axes.plot(
-        x,
-        mean,
-        color=DARK,
-        linewidth=1.6,
-        marker="o",
-        markersize=2.5 if len(x) > 8 else 4,
+        x, mean, color=DARK, linewidth=1.6, marker="o", markersize=2.5 if len(x) > 8 else 4,
         label="mean over pairs",
     )
-    # then the first value stands below the curve, not on it
+    # where the curve rises at once, its first value would lie on it, so it stands below
     rises = len(mean) > 1 and mean[1] > mean[0]
     for k, where, up in ((0, "left", -13 if rises else 7), (-1, "right", 7)):
         axes.annotate(
-            f"{mean[k]:.2f}",
-            (x[k], mean[k]),
-            (0, up),
-            textcoords="offset points",
-            ha=where,
+            f"{mean[k]:.2f}", (x[k], mean[k]), (0, up), textcoords="offset points", ha=where,
             fontsize=7,
-            bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=0.8),
+            bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.8),
         )
+    # n and area in the title, where a legend would need a line a method
     axes.set_title(
         "\n".join(_wrapped(name)) + f"\nn = {len(curves)}, AUC {mean.mean():.3f}", fontsize=8
     )
@@ -257,6 +251,7 @@ def _chance_curve(records, x):
     curves = [retained_accuracy(r["matrix"])[x - 1] for r in chance_runs(records)]
     return np.mean(curves, axis=0) if curves else None
 
+# %% ../../nbs/compare/05_evaluate.ipynb #327590d3
 def retained_bands(
     records: list[dict], # of one world, with complete matrices
 ) -> Chart: # topic retained_accuracy
@@ -268,8 +263,9 @@ def retained_bands(
         m: np.array([retained_accuracy(r["matrix"])[x - 1] for r in runs.values()])
         for m, runs in by_pair(records).items()
     }
+    # the best area first, as in the tables
     curves = dict(sorted(curves.items(), key=lambda c: -c[1].mean()))
-    # the fewer empty places
+    # three or four panels a row, whichever leaves fewer places empty
     columns = min(len(curves), 3 if -len(curves) % 3 < -len(curves) % 4 else 4)
     chance = _chance_curve(records, x)
     lines = -(-len(curves) // columns)
@@ -279,11 +275,7 @@ def retained_bands(
         for other, behind in curves.items():
             if other != name:
                 axes.plot(
-                    x,
-                    behind.mean(0),
-                    color="#b4bac3",
-                    linewidth=0.8,
-                    label="the other methods",
+                    x, behind.mean(0), color="#b4bac3", linewidth=.8, label="the other methods",
                     zorder=1,
                 )
         if chance is not None:
@@ -291,17 +283,15 @@ def retained_bands(
         _draw_band(axes, name, x, c)
         axes.set(xlim=(.4, x[-1] + .6), ylim=(0, 1.14))
         axes.xaxis.get_major_locator().set_params(integer=True)
+    # the lowest panel of each column names the axis
     for k, axes in enumerate(grid.flat):
         if k >= len(curves): axes.set_visible(False)
         elif k + columns >= len(curves): axes.set_xlabel("tasks trained", fontsize=8.5)
     figure.supylabel("mean score over all tasks seen (share of 1)", fontsize=9)
+    # panels repeat their labels; the legend has each of them once
     legend = dict(zip(*grid.flat[0].get_legend_handles_labels()[::-1]))
     figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside lower center",
-        ncols=2,
-        fontsize=7.5,
+        legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=7.5,
         frameon=False,
     )
     told = "; ".join(
@@ -309,10 +299,9 @@ def retained_bands(
         for m, c in curves.items()
     )
     return Chart(
-        "retained_accuracy",
-        figure,
-        "Retained accuracy over the tasks trained, a panel each method, from the first to "
-        f"the last task: {told}.",
+        "retained_accuracy", figure,
+        "Retained accuracy over the tasks trained, a panel each method, from the first to the "
+        f"last task: {told}.",
     )
 
 # %% ../../nbs/compare/05_evaluate.ipynb #545a27bb
@@ -324,14 +313,14 @@ PANELS = {  # primary metric → what is shown, and its axis
         cpu_latency_overhead="CPU latency added, median\n(share of that without)",
     ),
     "mean_joules_per_sample": dict(
-        mean_joules_per_sample="energy\n(J per sample)",
-        rougeL="ROUGE-L F\n(share of 1)",
+        mean_joules_per_sample="energy\n(J per sample)", rougeL="ROUGE-L F\n(share of 1)",
         latency_p99_ms="99 % of latencies\n(ms)",
     ),
 }
 MEDIANS = ("cpu_latency_overhead",) # shown as the median over pairs, here and in the tables
 LOOKS = {"proposed": (DARK, None), "baseline": (LIGHT, None), "ablation": ("white", "////")}
 
+# %% ../../nbs/compare/05_evaluate.ipynb #fd2ba759
 def _draw_bars(axes, rows, key, label, chance=None):
     """Horizontal bars of one metric, and the best constant answers' where they have one; rows of
     (method, runs, role)."""
@@ -339,41 +328,29 @@ def _draw_bars(axes, rows, key, label, chance=None):
     values = [
         [v for r in runs.values() if is_number(v := r["summary"].get(key))] for _, runs, _ in rows
     ]
+    # the latency has its median, with the interval that belongs to it
     middle = np.median if key in MEDIANS else np.mean
     low, high = zip(*[spread(v, key in MEDIANS) if v else (0., 0.) for v in values])
     span = max(*high, 1e-9) - min(*low, 0.)
+    # the role is told by colour and hatching, the spread by a bar of its own
     for y, ((_, _, role), v) in enumerate(zip(rows, values)):
         if not v:
             axes.text(0, y, " not measured", va="center", fontsize=6.5, color="#666666"); continue
         (color, hatch), x = LOOKS.get(role, ("white", "..")), middle(v)
         axes.barh(
-            y,
-            x,
-            height=0.62,
-            color=color,
-            hatch=hatch,
-            edgecolor=DARK,
-            linewidth=0.6,
+            y, x, height=.62, color=color, hatch=hatch, edgecolor=DARK, linewidth=.6,
             label=role or "role unknown",
         )
         if len(v) > 1:
             axes.errorbar(
-                x,
-                y,
-                xerr=np.maximum(0, [[x - low[y]], [high[y] - x]]),
-                color=MIDDLE,
-                linewidth=1.3,
-                capsize=2.5,
-                label=SPREAD,
+                x, y, xerr=np.maximum(0, [[x - low[y]], [high[y] - x]]), color=MIDDLE,
+                linewidth=1.3, capsize=2.5, label=SPREAD,
             )
         axes.text(
-            max(high[y], x, 0) + 0.02 * span,
-            y,
-            f"{x:.3f}",
-            va="center",
-            fontsize=7,
-            bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=0.85),
+            max(high[y], x, 0) + .02 * span, y, f"{x:.3f}", va="center", fontsize=7,
+            bbox=dict(boxstyle="square,pad=.1", facecolor="white", edgecolor="none", alpha=.85),
         )
+    # a level that needs no training, for scores alone
     if chance is not None:
         axes.axvline(chance, color=MIDDLE, linewidth=1.2, linestyle=(0, (2, 2)), label=CHANCE)
         axes.text(chance, -.62, f"{chance:.3f}", ha="center", va="bottom", fontsize=7)
@@ -389,46 +366,40 @@ def method_bars(
     name, runs = primary_metric(same_world(records)), by_pair(records)
     rows = [(m, runs[m], role) for m, _, role in _by_mean(records, name)]
     panels = {
-        k: label
-        for k, label in PANELS[name].items()
+        k: label for k, label in PANELS[name].items()
         if any(is_number(r["summary"].get(k)) for r in records)
     }
     figure, (grid,) = new_figure(2.3 * len(panels) + 2.6, .34 * len(rows) + 1.5, 1, len(panels))
     chance = chance_scores(records) if name == "retained_accuracy_auc" else None
+    # only scores have a constant answer to be compared with
     chance = (
-        {"retained_accuracy_auc": chance["AUC"], "average_accuracy": chance["final"]}
-        if chance
+        {"retained_accuracy_auc": chance["AUC"], "average_accuracy": chance["final"]} if chance
         else {}
     )
+    # the same rows in all panels, so that names stand at the first alone
     for axes, (key, label) in zip(grid, panels.items()):
         _draw_bars(axes, rows, key, label, chance.get(key))
         axes.set_yticks(
             range(len(rows)),
             (
                 ["\n".join(_wrapped(m)) + f"  (n = {len(r)})" for m, r, _ in rows]
-                if axes is grid[0]
-                else [""] * len(rows)
+                if axes is grid[0] else [""] * len(rows)
             ),
             fontsize=7.5,
         )
         axes.set_ylim(len(rows) - .4, -.6)
     legend = dict(zip(*grid[0].get_legend_handles_labels()[::-1]))
     figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside lower center",
-        ncols=4,
-        fontsize=7.5,
+        legend.values(), legend.keys(), loc="outside lower center", ncols=4, fontsize=7.5,
         frameon=False,
     )
+    # the alternative text repeats what the bars show
     told = lambda key: "; ".join(
-        f"{m} {(np.median if key in MEDIANS else np.mean)(v):.3f}"
-        for m, r, _ in rows
+        f"{m} {(np.median if key in MEDIANS else np.mean)(v):.3f}" for m, r, _ in rows
         if (v := [x for p in r.values() if is_number(x := p["summary"].get(key))])
     )
     return Chart(
-        name,
-        figure,
+        name, figure,
         "Bars by method. "
         + " ".join(f"{' '.join(label.split())}: {told(key)}." for key, label in panels.items()),
     )
@@ -446,57 +417,36 @@ def pair_chart(
     figure, ((axes,),) = new_figure(7., .42 * len(rows) + 1.4)
     plain_axes(axes, "x")
     for y, (name, v, _) in enumerate(rows):
+        # quartiles of a few values would say nothing that the circles do not
         if len(v) >= FEWEST:
             axes.boxplot(
-                [v],
-                positions=[y],
-                orientation="horizontal",
-                widths=0.5,
-                whis=(0, 100),
-                manage_ticks=False,
-                medianprops=dict(color=DARK, linewidth=1.6),
-                boxprops=dict(color="#6b7280"),
-                whiskerprops=dict(color="#6b7280"),
+                [v], positions=[y], orientation="horizontal", widths=.5, whis=(0, 100),
+                manage_ticks=False, medianprops=dict(color=DARK, linewidth=1.6),
+                boxprops=dict(color="#6b7280"), whiskerprops=dict(color="#6b7280"),
                 capprops=dict(color="#6b7280"),
             )
         axes.scatter(
-            v,
-            np.full(len(v), y),
-            s=16,
-            facecolor="white",
-            edgecolor="#8a8f98",
-            linewidth=0.8,
-            zorder=3,
-            label="one (seed, order) pair",
+            v, np.full(len(v), y), s=16, facecolor="white", edgecolor="#8a8f98", linewidth=.8,
+            zorder=3, label="one (seed, order) pair",
         )
         axes.scatter(
-            [np.mean(v)],
-            [y],
-            marker="D",
-            s=26,
-            color=MIDDLE,
-            edgecolor="black",
-            linewidth=0.5,
-            zorder=4,
-            label="mean",
+            [np.mean(v)], [y], marker="D", s=26, color=MIDDLE, edgecolor="black", linewidth=.5,
+            zorder=4, label="mean",
         )
         axes.annotate(
-            f"{np.mean(v):.3f}",
-            (max(v), y),
-            (8, 0),
-            textcoords="offset points",
-            va="center",
+            f"{np.mean(v):.3f}", (max(v), y), (8, 0), textcoords="offset points", va="center",
             fontsize=7.5,
         )
+    # the best on top, with room above it for its values
     axes.set_yticks(
-        range(len(rows)),
-        ["\n".join(_wrapped(name)) + f"  (n = {len(v)})" for name, v, _ in rows],
+        range(len(rows)), ["\n".join(_wrapped(name)) + f"  (n = {len(v)})" for name, v, _ in rows],
         fontsize=7.5,
     )
     axes.set_ylim(len(rows) - .5, -.75)
     axes.set_xlim(
         min(0, min(min(v) for _, v, _ in rows)), 1.12 * max(1e-9, max(max(v) for _, v, _ in rows))
     )
+    # what the box means stands at the axis, for the figure may be shown alone
     axes.set_xlabel(
         f"{label}\nbox: quartiles and median over pairs (n ≥ {FEWEST}); whiskers: smallest "
         "and largest; figure: mean",
@@ -504,13 +454,10 @@ def pair_chart(
     )
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
     figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
+        legend.values(), legend.keys(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
     )
+    # the alternative text repeats what the figure shows
     told = "; ".join(
         f"{m} {np.mean(v):.3f} ({min(v):.3f} to {max(v):.3f}, n = {len(v)})" for m, v, _ in rows
     )
@@ -524,6 +471,7 @@ def comparison_charts(
 ) -> list[Chart]: # those that the records have data for
     "Bars; of Study 1 also curves and boxes. Prints which methods have no curve."
     charts, name = [method_bars(records)], primary_metric(records)
+    # a curve over rows that were not all evaluated would be another measure
     with_curve = [r for r in records if "matrix" in r and is_complete(r)]
     without = dict.fromkeys(method_of(r) for r in records if r not in with_curve)
     if name == "retained_accuracy_auc" and without:
@@ -542,16 +490,13 @@ def _best_proposed(records):
     none."""
     found = (
         {
-            m: runs
-            for m, runs in by_pair(records).items()
+            m: runs for m, runs in by_pair(records).items()
             if all(
                 run_role(r) == "proposed"
                 and r["config"].get("protocol", "sequential") == "sequential"
                 for r in runs.values()
             )
-        }
-        if records
-        else {}
+        } if records else {}
     )
     best = max(found, key=lambda m: _mean_of(found[m], "retained_accuracy_auc"), default=None)
     return best, list(found.get(best, {}).values())
@@ -564,6 +509,7 @@ def comparison_tables(
     row each as well."""
     if primary_metric(records) != "retained_accuracy_auc": return [summary_table(records)]
     methods = by_pair(records).values()
+    # intervals and tests for the first, ranges for the others
     enough, few = (
         [r for runs in methods if (len(runs) >= MAIN_PAIRS) == big for r in runs.values()]
         for big in (True, False)
@@ -574,10 +520,10 @@ def comparison_tables(
     )
     if best and (tests := paired_table(records, best)).rows: tables.append(tests)
     if len(records) <= 12: tables.append(summary_table(records))
+    # groups of tasks are known where every record says them
     told = all(r.get("task_info") for r in records)
     return tables + [
-        grouped_table(rs, reference)
-        for rs, reference in ((enough, ()), (few, theirs))
+        grouped_table(rs, reference) for rs, reference in ((enough, ()), (few, theirs))
         if rs and told
     ]
 
@@ -589,9 +535,7 @@ def aggregate(
     """Write comparison/aggregated_metrics.json, the comparison's tables and its figures, printing
     every path."""
     folder, metrics, tables, charts = (
-        Path(output_dir) / "comparison",
-        aggregated_metrics(records),
-        comparison_tables(records),
+        Path(output_dir) / "comparison", aggregated_metrics(records), comparison_tables(records),
         comparison_charts(records),
     )
     paths = [
@@ -629,28 +573,30 @@ def evaluate_runs(
     told = lambda i, r: (
         f"record {i} ({str(r.get('run_id'))[:80]!r})" if isinstance(r, dict) else f"record {i}"
     )
+    # records from elsewhere have no file, so they are named by their place in the list
     records = (
-        load_records(results_dir, run_ids)
-        if records is None
+        load_records(results_dir, run_ids) if records is None
         else same_world(
             readable(lambda ir: check_record(ir[1], told(*ir)), list(enumerate(records)))
         )
     )
-    out, zero = output_folder(results_dir, output_dir), zero_shot_scores(
-        results_dir, (records[0].get("world") or {}).get("digest")
+    out, zero = (
+        output_folder(results_dir, output_dir),
+        zero_shot_scores(results_dir, (records[0].get("world") or {}).get("digest")),
     )
-    for r in records: _own_folder(out, r) # refused before anything is written
+    # whatever cannot be compared or has no folder is refused before anything is written
+    for r in records: _own_folder(out, r)
     if len(records) > 1: by_pair(records)
     evaluated = (
         evaluate_run(r if r.get("zero_shot") or not zero else r | dict(zero_shot=zero), out)
         for r in records
     )
-    # the figures of many runs would fill the memory
+    # all are evaluated, few are kept: the figures of many runs would fill the memory
     done = [d for d in evaluated if len(records) <= SHOWN_RUNS]
     if len(records) == 1:
-        return [x for x in run_report(done[0]["record"]) if isinstance(x, Table)] + done[0][
-            "charts"
-        ]
+        return (
+            [x for x in run_report(done[0]["record"]) if isinstance(x, Table)] + done[0]["charts"]
+        )
     comparison = aggregate(records, out)
     return (
         comparison["tables"]

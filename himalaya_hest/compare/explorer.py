@@ -44,11 +44,12 @@ def read_folders(
 ) -> Explorer:
     """Read all records of some folders, of repeated runs the first; FileNotFoundError where there
     are none."""
+    # a list, one path, or names as a shell would pass them
     folders = (
-        [f.strip() for f in folders.split(",")]
-        if isinstance(folders, str)
+        [f.strip() for f in folders.split(",")] if isinstance(folders, str)
         else [folders] if isinstance(folders, Path) else list(folders)
     )
+    # an unreadable file is told, not raised
     found, skipped = [], []
     for folder, run_id in ((f, r) for f in folders for r in sorted(finished_runs(f))):
         try: found.append((folder, load_record(folder, run_id)))
@@ -71,18 +72,17 @@ def _first_of_each(found): # [(folder, record)]
         groups.setdefault(((r.get("world") or {}).get("digest"), method_of(r)), []).append(
             (folder, r)
         )
+    # settings count as they do in a table: where they tell runs of one pair apart
     for key, runs in groups.items():
         records = [r for _, r in runs]
         for (folder, r), more in zip(runs, _told_apart(records, list(map(pair, records)))):
             if (first := seen.setdefault((key, more, pair(r)), (folder, r)))[1] is not r:
-                out.append(
-                    (
-                        r,
-                        f"{folder}: {r['run_id']} is the run {first[1]['run_id']} of "
-                        f"{first[0]} again ({key[1]}, seed and order_seed {pair(r)}), and left "
-                        "out",
-                    )
-                )
+                out.append((
+                    r,
+                    f"{folder}: {r['run_id']} is the run {first[1]['run_id']} of {first[0]} again "
+                    f"({key[1]}, seed and order_seed {pair(r)}), and left out",
+                ))
+    # the order of reading is kept
     left = {id(r) for r, _ in out}
     return [r for _, r in found if id(r) not in left], [told for _, told in out]
 
@@ -92,20 +92,15 @@ def _table(self,
     "The worlds, with the methods and pairs that there are."
     rows = [
         [
-            name,
-            len(rs),
-            len({method_of(r) for r in rs}),
+            name, len(rs), len({method_of(r) for r in rs}),
             len({(r["config"].get("seed", 0), r["config"].get("order_seed", 0)) for r in rs}),
-            len(rs[0]["tasks"]),
-            rs[0]["config"].get("model"),
-        ]
-        for name, rs in self.worlds().items()
+            len(rs[0]["tasks"]), rs[0]["config"].get("model"),
+        ] for name, rs in self.worlds().items()
     ]
     return Table(
         f"{len(self.records)} records of {len(rows)} world{'s' * (len(rows) > 1)}"
         + f"; {len(self.skipped)} left out" * bool(self.skipped),
-        ["world", "runs", "methods", "(seed, order) pairs", "tasks", "model"],
-        rows,
+        ["world", "runs", "methods", "(seed, order) pairs", "tasks", "model"], rows,
     )
 
 # %% ../../nbs/compare/06_explorer.ipynb #124ec0b2
@@ -119,14 +114,14 @@ def _choose(self,
     if not found:
         raise ValueError(f"no world is called {world!r}; there are {', '.join(self.worlds())}")
     records = self.worlds()[found[0]]
+    # a misspelled method would silently leave its runs out
     if unknown := sorted(set(methods) - {method_of(r) for r in records}):
         raise ValueError(
             f"{found[0]} has no method {unknown[0]!r}; it has "
             f"{', '.join(sorted({method_of(r) for r in records}))}"
         )
     return [
-        r
-        for r in records
+        r for r in records
         if (not methods or method_of(r) in methods) and (not role or r.get("role") == role)
     ]
 
@@ -153,21 +148,24 @@ def shown_of(
 def browse(
     explorer: Explorer,
     world: str = "", # chosen at first; empty: the one with the most records
-): # an ipywidgets.VBox; `chosen()` gives the records that are chosen now, `shown` those whose figures stand below
+): # an ipywidgets.VBox; `chosen()`: the records chosen now, `shown`: those shown below
     """Lists to choose a world and methods from, with the tables and figures of the choice below;
     needs ipywidgets and a Jupyter front end."""
     import ipywidgets as widgets
     from IPython.display import display
     first = next((n for n in explorer.worlds() if n.startswith(world)), None)
-    if first is None: explorer.choose(world) # says which there are
+    # raises, and says which worlds there are
+    if first is None: explorer.choose(world)
     at = widgets.Dropdown(options=list(explorer.worlds()), value=first, description="world")
     methods = widgets.SelectMultiple(options=explorer.methods(first), rows=8, description="methods")
     out, box = widgets.Output(), widgets.VBox([])
+    # what is shown follows the lists; `shown` keeps what was drawn last
     def chosen(): return explorer.choose(at.value, list(methods.value))
     def show(change=None):
         box.shown = chosen()
         out.clear_output(wait=True)
         with out: display(*shown_of(box.shown))
+    # not watched while the options change, else every change would draw anew
     def other(change):
         methods.unobserve(show, "value")
         methods.options = explorer.methods(at.value)

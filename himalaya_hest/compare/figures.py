@@ -16,7 +16,7 @@ import numpy as np
 
 from ..measures.continual import evaluated_rows, retained_accuracy
 from himalaya_hest.measures.records import (
-    byte_table, group_table, is_complete, score_array, summary_table, task_table,
+    byte_table, group_table, is_complete, score_array, summary_table, task_table
 )
 
 # %% ../../nbs/compare/04_figures.ipynb #64a532b6
@@ -31,6 +31,7 @@ class Chart:
 
     def described(self) -> str:
         "The alternative text, for who cannot see the figure."
+        # what the figure says by itself, where nobody wrote a text
         if self.alt: return self.alt
         axes = [a for a in self.figure.axes if a.get_visible()]
         legends = [l for l in (*self.figure.legends, *(a.get_legend() for a in axes)) if l]
@@ -44,6 +45,7 @@ class Chart:
             "Up: ": [self.figure.get_supylabel(), *(a.get_ylabel() for a in axes)],
             "Shown: ": [t.get_text() for l in legends for t in l.get_texts()],
         }
+        # each text once, without line breaks; panels repeat their labels
         said = {
             k: "; ".join(dict.fromkeys(" ".join(t.split()) for t in texts if t.strip()))
             for k, texts in parts.items()
@@ -53,6 +55,7 @@ class Chart:
     def as_written(self):
         "The figure, in which a dollar sign of a name or a label begins no formula."
         from matplotlib.text import Text
+        # tick labels in powers of ten are matplotlib's own formulas and stay such
         for text in self.figure.findobj(Text):
             if "$" in text.get_text() and r"\mathdefault" not in text.get_text():
                 text.set_parse_math(False)
@@ -69,6 +72,7 @@ class Chart:
     ) -> Path: # the file
         "Write the figure as {prefix}_{topic}.pdf, without a date in it."
         import matplotlib
+        # type 42: letters in the file stay letters, to be searched and copied
         path = Path(folder) / f"{prefix}_{self.topic}.pdf"
         path.parent.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context({"pdf.fonttype": 42}):
@@ -89,14 +93,13 @@ def no_curve(
     "What stands where the curve of retained accuracy would."
     if n_tasks > 1: return None
     return NoChart(
-        "retained_accuracy",
-        None,
+        "retained_accuracy", None,
         "No curve of retained accuracy: in a stream of one task nothing comes after it by "
         "which it could be forgotten.",
     )
 
 # %% ../../nbs/compare/04_figures.ipynb #7b3e64e0
-# luminance about .03, .27, .62: apart in grey too
+# luminance about .03, .27 and .62, so that they stay apart in grey
 DARK, MIDDLE, LIGHT = "#16324f", "#d1762c", "#c9ced6"
 
 def new_figure(
@@ -139,66 +142,51 @@ def retained_curve(
     chance beside it; a sentence for a single task. Raises ValueError for an incomplete matrix."""
     if none := no_curve(len(record["tasks"])): return none
     x = evaluated_rows(record["matrix"]) + 1
-    curve, every = retained_accuracy(record["matrix"])[x - 1], np.arange(
-        1, len(record["tasks"]) + 1
+    curve, every = (
+        retained_accuracy(record["matrix"])[x - 1], np.arange(1, len(record["tasks"]) + 1)
     )
     figure, ((axes,),) = new_figure(max(5., .33 * min(len(every), 25) + 1.2), 4.4)
     plain_axes(axes)
+    # the scores of the single tasks behind the curve that averages them
     axes.plot(
-        every,
-        np.diag(score_array(record)),
-        linestyle="none",
-        marker="_",
-        markersize=11,
-        markeredgewidth=2.5,
-        color="#9aa3af",
-        label="score of the task just learned",
+        every, np.diag(score_array(record)), linestyle="none", marker="_", markersize=11,
+        markeredgewidth=2.5, color="#9aa3af", label="score of the task just learned",
     )
     axes.plot(
-        x,
-        curve,
-        color=DARK,
-        marker="o",
-        markersize=4,
+        x, curve, color=DARK, marker="o", markersize=4,
         label=f"retained accuracy (AUC {curve.mean():.3f})",
     )
     for a, b in zip(x, curve):
         axes.annotate(
             f"{b:.2f}", (a, b), (0, 5), textcoords="offset points", ha="center", fontsize=6.5
         )
+    # chance as a curve needs the chance of every task
     chance = [
         {i["name"]: i.get("chance") for i in record.get("task_info") or []}.get(t)
         for t in record["tasks"]
     ]
     if all(c is not None for c in chance):
         axes.plot(
-            every,
-            np.cumsum(chance) / every,
-            color="black",
-            linestyle=":",
-            linewidth=1,
+            every, np.cumsum(chance) / every, color="black", linestyle=":", linewidth=1,
             label="chance",
         )
+    # more names than that would lie on one another
     if len(every) <= 25: _task_ticks(axes, record["tasks"])
     else: axes.set_xticks(x)
     axes.set(xlim=(.4, len(every) + .6), ylim=(0, 1.08))
     axes.set_xlabel("after training task", fontsize=9)
     axes.set_ylabel("mean score over all tasks seen\n(share of 1)", fontsize=9)
     axes.set_title(record["run_id"], fontsize=9)
+    # below the axes, where it hides no point
     figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
     )
     return Chart(
-        "retained_accuracy",
-        figure,
+        "retained_accuracy", figure,
         f"Retained accuracy of {record['run_id']} over {len(every)} tasks: {curve[0]:.2f} "
-        f"after the first, {curve[-1]:.2f} after the last, AUC {curve.mean():.3f}; dashes "
-        "mark the score of each task just "
-        f"learned{', a dotted line chance' if None not in chance else ''}.",
+        f"after the first, {curve[-1]:.2f} after the last, AUC {curve.mean():.3f}; dashes mark the "
+        f"score of each task just learned{', a dotted line chance' if None not in chance else ''}.",
     )
 
 # %% ../../nbs/compare/04_figures.ipynb #c41c4360
@@ -210,12 +198,7 @@ def _write_cells(axes, values, texts, limit, fontsize):
     for (i, j), v in np.ndenumerate(values):
         if not np.isnan(v):
             axes.text(
-                j,
-                i,
-                texts[i][j],
-                ha="center",
-                va="center",
-                fontsize=fontsize,
+                j, i, texts[i][j], ha="center", va="center", fontsize=fontsize,
                 color="white" if v < limit else "black",
             )
 
@@ -228,19 +211,17 @@ def score_matrix(
     T = len(names)
     figures = T <= MOST_FIGURES
     figure, ((axes,),) = new_figure(
-        max((0.31 if figures else 0.15) * T + 2.8, 5.0), (0.29 if figures else 0.15) * T + 2.6
+        max((.31 if figures else .15) * T + 2.8, 5.0), (.29 if figures else .15) * T + 2.6
     )
-    # none: a pixel a cell in the PDF
+    # of many tasks one pixel a cell: interpolated, the PDF would show values that are none
     image = axes.imshow(
         R, cmap="cividis", vmin=0, vmax=1, aspect="auto", interpolation=None if figures else "none"
     )
     _write_cells(
-        axes,
-        R,
-        [[f"{100 * x:.0f}" if not np.isnan(x) else "" for x in row] for row in R],
-        0.55,
-        6.5,
+        axes, R, [[f"{100 * x:.0f}" if not np.isnan(x) else "" for x in row] for row in R],
+        .55, 6.5,
     )
+    # rows and columns carry the same numbers
     axes.set_xticks(
         range(T), [f"{n}  {j}" for j, n in enumerate(names, 1)], rotation=90, fontsize=7
     )
@@ -250,10 +231,10 @@ def score_matrix(
     axes.set_title(f"{record['run_id']}\nscores{' in hundredths' * figures}", fontsize=9)
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, shrink=.7, label="score (share of 1)")
+    # for the alternative text: the diagonal, and the last row
     told = [f"{np.nanmin(x):.2f} to {np.nanmax(x):.2f}" for x in (np.diag(R), R[-1])]
     return Chart(
-        "score_matrix",
-        figure,
+        "score_matrix", figure,
         f"Score matrix of {record['run_id']}: {T} tasks have {told[0]} when they are just "
         f"learned, and {told[1]} after the last task.",
     )
@@ -263,42 +244,36 @@ def task_bars(
     record: dict, # a run's record
 ) -> Chart: # topic task_scores
     "Bars of each task's score when just learned and at the end, with values."
+    # the last row of the table is the mean over the tasks
     rows = task_table(record).records()[:-1]
     T, y = len(rows), np.arange(1, len(rows) + 1)
     figure, ((axes,),) = new_figure(6.4, .3 * T + 1.6)
     plain_axes(axes, "x")
     for key, shift, color, hatch in (("just learned", -.2, LIGHT, None), ("final", .2, DARK, None)):
+        # a run that was not evaluated in full has only one of the two
         values = [r.get(key, np.nan) for r in rows]
         if np.isnan(values).all(): continue
         axes.barh(y + shift, np.nan_to_num(values), height=.38, color=color, hatch=hatch, label=key)
         for a, v in zip(y + shift, values):
             if not np.isnan(v): axes.text(v + .008, a, f"{v:.2f}", va="center", fontsize=6)
+    # a mark and no bar: chance is no result of the run
     chance = [r.get("chance") for r in rows]
     if any(c is not None for c in chance):
         axes.plot(
-            [np.nan if c is None else c for c in chance],
-            y,
-            linestyle="none",
-            marker="|",
-            markersize=9,
-            markeredgewidth=1.8,
-            color=MIDDLE,
-            label="chance (best constant answer)",
+            [np.nan if c is None else c for c in chance], y, linestyle="none", marker="|",
+            markersize=9, markeredgewidth=1.8, color=MIDDLE, label="chance (best constant answer)",
         )
     axes.set_yticks(
-        y,
-        [f"{r['task']}" + (f"  ({r['metric']})" if r.get("metric") else "") for r in rows],
+        y, [f"{r['task']}" + (f"  ({r['metric']})" if r.get("metric") else "") for r in rows],
         fontsize=7,
     )
+    # the first task on top, and room for the figures at the bars' ends
     axes.set_ylim(T + .6, .4)
     axes.set_xlim(0, 1.08)
     axes.set_xlabel("score (share of 1)", fontsize=9)
     axes.set_title(record["run_id"], fontsize=9)
     figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
     )
     return Chart("task_scores", figure)
@@ -315,47 +290,41 @@ def dictionary_life(
             f"run {record['run_id']!r} ({record['config'].get('adapter')}) has no "
             "dictionary: only adapters that grow slots record its life"
         )
+    # of what a task grew, a part is given back after it; both are one bar
     x = np.arange(1, len(life) + 1)
     column = lambda k: np.array([float(e.get(k) or 0) for e in life])
     kept, pruned, free = column("kept"), column("pruned"), column("free")
     figure, ((top,), (low,)) = new_figure(
-        max(5.0, 0.33 * len(x) + 1.2), 5.0, 2, sharex=True, height_ratios=(3, 2)
+        max(5.0, .33 * len(x) + 1.2), 5.0, 2, sharex=True, height_ratios=(3, 2)
     )
     for axes in (top, low): plain_axes(axes)
     top.bar(x, kept, width=.65, color=DARK, label="kept by the task")
     top.bar(
-        x,
-        pruned,
-        width=0.65,
-        bottom=kept,
-        color="white",
-        edgecolor=DARK,
-        hatch="////",
+        x, pruned, width=.65, bottom=kept, color="white", edgecolor=DARK, hatch="////",
         label="grown and given back",
     )
+    # values above the bars, as kept + given back
     for a, k, p in zip(x, kept, pruned):
         top.text(a, k + p + .05, f"{k:.0f}" + (f"+{p:.0f}" if p else ""), ha="center", fontsize=6.5)
     top.set_ylim(0, 1.2 * max((kept + pruned).max(), 1))
     top.yaxis.get_major_locator().set_params(integer=True)
     top.set_ylabel("slots of the task", fontsize=9)
     top.set_title(record["run_id"], fontsize=9)
+    # what is left for the tasks to come, on an axis of its own
     low.step(x, free, where="mid", color=MIDDLE, label="free after the task")
     for a, f in zip(x, free):
         low.text(
-            a, f + 0.02 * max(free.max(), 1), f"{f:.0f}", ha="center", va="bottom", fontsize=6.5
+            a, f + .02 * max(free.max(), 1), f"{f:.0f}", ha="center", va="bottom", fontsize=6.5
         )
     low.set_ylim(0, 1.18 * max(free.max(), 1))
     low.set_ylabel("free slots", fontsize=9)
     _task_ticks(low, [e["task"] for e in life])
     low.set_xlabel("after training task", fontsize=9)
+    # one legend for both panels
     handles = [axes.get_legend_handles_labels() for axes in (top, low)]
     figure.legend(
-        handles[0][0] + handles[1][0],
-        handles[0][1] + handles[1][1],
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
-        frameon=False,
+        handles[0][0] + handles[1][0], handles[0][1] + handles[1][1], loc="outside lower center",
+        ncols=3, fontsize=7.5, frameon=False,
     )
     return Chart("dictionary", figure)
 
@@ -381,30 +350,24 @@ def learning_curves(
         raise ValueError(f"run {record['run_id']!r} has no history with steps: nothing was trained")
     x, tasks = _running_steps(history), [h.get("task") for h in history]
     figure, ((top,), (low,)) = new_figure(
-        max(6.0, 0.33 * len(record["tasks"]) + 1.2), 5.2, 2, sharex=True
+        max(6.0, .33 * len(record["tasks"]) + 1.2), 5.2, 2, sharex=True
     )
+    # the loss is a line; retained accuracy has few values, which are written out
     for axes, key, label, color, marker in (
         (top, "train_loss", "training loss (nats per token)", DARK, None),
         (low, "val_retained_accuracy", "retained accuracy\n(share of 1)", MIDDLE, "s"),
     ):
         plain_axes(axes)
         points = [(a, h[key]) for a, h in zip(x, history) if h.get(key) is not None]
+        # a run that recorded only one of the two shows so
         if points:
             axes.plot(
-                *zip(*points),
-                color=color,
-                marker=marker if len(points) > 1 else "s",
-                markersize=3.5,
-                linewidth=1,
+                *zip(*points), color=color, marker=marker if len(points) > 1 else "s",
+                markersize=3.5, linewidth=1,
             )
         else:
             axes.text(
-                0.5,
-                0.4,
-                "not recorded",
-                transform=axes.transAxes,
-                ha="center",
-                fontsize=9,
+                .5, .4, "not recorded", transform=axes.transAxes, ha="center", fontsize=9,
                 color="#666666",
             )
         for a, v in points if marker else ():
@@ -412,7 +375,8 @@ def learning_curves(
                 f"{v:.2f}", (a, v), (0, 4), textcoords="offset points", ha="center", fontsize=6.5
             )
         axes.set_ylabel(label, fontsize=9)
-    top.set_ylim(0, 1.5 * top.get_ylim()[1]) # the upper third is for the tasks' names
+    # the upper third is for the tasks' names
+    top.set_ylim(0, 1.5 * top.get_ylim()[1])
     low.set_ylim(0, 1.15)
     low.set_xlim(left=0)
     top.set_title(record["run_id"], fontsize=9)
@@ -428,30 +392,23 @@ def _mark_tasks(axes, x, tasks):
         if k + 1 == len(tasks) or tasks[k + 1] != name:
             axes.axvline(x[k], color="#b9bec6", linewidth=.6)
             axes.text(
-                (start + x[k]) / 2,
-                0.98,
-                str(name),
-                transform=axes.get_xaxis_transform(),
-                rotation=90,
-                ha="center",
-                va="top",
-                fontsize=6,
-                color="#444444",
+                (start + x[k]) / 2, .98, str(name), transform=axes.get_xaxis_transform(),
+                rotation=90, ha="center", va="top", fontsize=6, color="#444444",
             )
             start = x[k]
 
 # %% ../../nbs/compare/04_figures.ipynb #f58f9347
 def _draw_confusion(axes, name, labels, counts):
     counts = np.array(counts, dtype=float)
+    # shaded by the share of the true label, so that rare labels are seen as well
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     axes.imshow(share, cmap="Greys", vmin=0, vmax=1, aspect="auto")
     small = 8 if len(labels) <= 4 else 5.5
     _write_cells(axes, 1 - share, [[f"{c:.0f}" for c in row] for row in counts], .5, small)
+    # texts that are no label have a column, and no row
     short = [l if len(l) <= 16 else l[:15] + "…" for l in labels]
     axes.set_xticks(
-        range(counts.shape[1]),
-        short + ["(other)"] * (counts.shape[1] - len(short)),
-        rotation=90,
+        range(counts.shape[1]), short + ["(other)"] * (counts.shape[1] - len(short)), rotation=90,
         fontsize=small,
     )
     axes.set_yticks(range(len(short)), short, fontsize=small)
@@ -482,45 +439,33 @@ def energy_curve(
     record: dict, # a run's record whose history has energy, energy_target, energy_price
 ) -> Chart: # topic energy_curve
     "Expected energy, its target and its price over optimiser steps."
+    # above what training steers, with the target that it follows
     history = [h for h in record["history"] if "energy" in h]
     x = [h["step"] for h in history]
     figure, ((top,), (low,)) = new_figure(6.4, 4.4, 2, sharex=True, height_ratios=(2, 1))
     for axes in (top, low): plain_axes(axes)
     top.plot(
-        x,
-        [h["energy"] for h in history],
-        color=DARK,
-        linewidth=1.6,
+        x, [h["energy"] for h in history], color=DARK, linewidth=1.6,
         label="expected scope share of the step",
     )
     if "energy_target" in history[-1]:
         top.plot(
-            x,
-            [h["energy_target"] for h in history],
-            color=MIDDLE,
-            linewidth=1.2,
-            linestyle=(0, (4, 2)),
-            label="its target",
+            x, [h["energy_target"] for h in history], color=MIDDLE, linewidth=1.2,
+            linestyle=(0, (4, 2)), label="its target",
         )
     top.annotate(
-        f"{history[-1]['energy']:.3f}",
-        (x[-1], history[-1]["energy"]),
-        (4, 0),
-        textcoords="offset points",
-        fontsize=7.5,
-        va="center",
+        f"{history[-1]['energy']:.3f}", (x[-1], history[-1]["energy"]), (4, 0),
+        textcoords="offset points", fontsize=7.5, va="center",
     )
+    # the share from 0 to 1, so that runs can be compared
     top.set(ylim=(0, 1.05))
     top.set_ylabel("scope share\n(of all directions in fp)", fontsize=9)
     top.legend(fontsize=8, frameon=False)
+    # below the price that it takes, which shows whether the budget binds
     low.plot(x, [h["energy_price"] for h in history], color=DARK, linewidth=1.4)
     low.annotate(
-        f"{history[-1]['energy_price']:.3f}",
-        (x[-1], history[-1]["energy_price"]),
-        (4, 0),
-        textcoords="offset points",
-        fontsize=7.5,
-        va="center",
+        f"{history[-1]['energy_price']:.3f}", (x[-1], history[-1]["energy_price"]), (4, 0),
+        textcoords="offset points", fontsize=7.5, va="center",
     )
     low.set_ylim(bottom=0)
     low.set_ylabel("price λ", fontsize=9)
@@ -538,18 +483,19 @@ def utilisation(
     u = record["energy"]["utilisation"]
     n, cost = np.array(u["n_tokens"]), np.array(u["cost"])
     met = n > 0
-    shown, starts = np.where(met, cost, np.nan)[:, : met.nonzero()[0][-1] + 1], u[
-        "bin_width"
-    ] * np.arange(len(n))
+    # as far as any row is long
+    shown, starts = (
+        np.where(met, cost, np.nan)[:, : met.nonzero()[0][-1] + 1],
+        u["bin_width"] * np.arange(len(n)),
+    )
     figure, ((axes,),) = new_figure(.8 * shown.shape[1] + 2.6, .42 * len(u["layers"]) + 1.9)
     image = axes.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    # hundredths in the cells, nothing where no token was
     _write_cells(
-        axes,
-        shown,
-        [[f"{100 * v:.0f}" if not np.isnan(v) else "" for v in row] for row in shown],
-        0.55,
-        8,
+        axes, shown, [[f"{100 * v:.0f}" if not np.isnan(v) else "" for v in row] for row in shown],
+        .55, 8,
     )
+    # few tokens stand behind late positions, so each column says how many
     axes.set_xticks(
         range(shown.shape[1]),
         [
@@ -574,6 +520,7 @@ def run_charts(
     "All figures of a run; those without data are left out."
     energy, complete = record.get("energy") or {}, is_complete(record) and len(record["tasks"]) > 1
     trained = any(h.get("step") is not None for h in record.get("history") or [])
+    # each figure with the condition under which it says something
     known = [
         (retained_curve, is_complete(record)),
         (score_matrix, complete),
@@ -596,8 +543,6 @@ def run_report(
         tables.append(group_table(record))
     if record.get("bytes"): tables.append(byte_table(record))
     return tables + [
-        c
-        for c in run_charts(record)
-        if c.topic
+        c for c in run_charts(record) if c.topic
         in ("retained_accuracy", "score_matrix", "dictionary", "energy_curve", "utilisation")
     ]

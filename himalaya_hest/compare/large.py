@@ -20,16 +20,10 @@ def large_llama(
     "A Llama-2-7B by its shapes alone."
     from transformers import LlamaConfig, LlamaForCausalLM
     with torch.device("meta"):
-        return LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=width,
-                intermediate_size=11008 * width // 4096,
-                num_hidden_layers=layers,
-                num_attention_heads=32,
-                num_key_value_heads=32,
-                vocab_size=32000,
-            )
-        )
+        return LlamaForCausalLM(LlamaConfig(
+            hidden_size=width, intermediate_size=11008 * width // 4096, num_hidden_layers=layers,
+            num_attention_heads=32, num_key_value_heads=32, vocab_size=32000,
+        ))
 
 # %% ../../nbs/compare/02_large.ipynb #d3ddbd7f
 def large_adapter(
@@ -39,7 +33,7 @@ def large_adapter(
     c = record["config"]
     method, fields = parse_adapter(c["adapter"])[0], dict(c.get("adapter_config") or {})
     if method == "himalaya":
-        # to count what would be over the budget, too
+        # without a limit, so that what would be over the budget is counted too
         fields["budget_mb"] = None
     with torch.device("meta"):
         return build_adapter(method, large_llama(), None, c["preset"], fields, None, c["seed"])
@@ -51,15 +45,13 @@ def large_bytes(
 ) -> int:
     "Bytes kept after the record's tasks, at d = 4096 and 32 layers."
     n, c, (method, ewc) = (
-        len(record["tasks"]),
-        record["config"],
-        parse_adapter(record["config"]["adapter"]),
+        len(record["tasks"]), record["config"], parse_adapter(record["config"]["adapter"])
     )
     if c.get("protocol") == "zero_shot": return 0
     if method == "himalaya": size = _himalaya_bytes(adapter.tuner, record, n)
     else: size = _state_bytes(adapter, n)
     if ewc:
-        # Fisher information and anchor
+        # a Fisher value and an anchor for every trained number, in fp32
         size += 8 * sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
     return size * (n if c.get("protocol") == "single" else 1)
 
@@ -71,8 +63,7 @@ def _himalaya_bytes(tuner, record, n):
     used = most.slots - life[-1]["free"] if life else most.slots
     return sum(
         packed_bytes(
-            core,
-            bits=getattr(config, "atom_bits", None) or 3,
+            core, bits=getattr(config, "atom_bits", None) or 3,
             filled=Fill(used, min(n, most.prototypes), most.tokens),
         ).values()
     )

@@ -54,21 +54,21 @@ def method_of(
     c = record["config"]
     preset, protocol = c.get("preset", "default"), c.get("protocol", "sequential")
     known, unsaid = record.get("searched") or searched(c["adapter"], preset), object()
+    # only what differs from the defaults that the search left behind
     set_ = {
-        k: v
-        for k, v in (c.get("adapter_config") or {}).items()
+        k: v for k, v in (c.get("adapter_config") or {}).items()
         if known["adapter_config"].get(k, unsaid) != v
     }
     set_ |= {
-        f"ewc {k}": v
-        for k, v in (c.get("ewc") or {}).items()
+        f"ewc {k}": v for k, v in (c.get("ewc") or {}).items()
         if (EWC_DEFAULTS | known["ewc"]).get(k, v) != v
     }
     if "e_max" in set_ and set_["e_max"] == tabs_e_max(
         scope=scope_of(c["adapter"], preset, c.get("adapter_config"))
     ):
-        # the package's own budget
+        # the budget that the package itself would set
         del set_["e_max"]
+    # the protocol last, in parentheses, as a reader looks for it there
     name = " ".join([c["adapter"]] + [preset] * (preset != "default")) + "".join(
         f", {k} {'+'.join(map(str, v)) if isinstance(v, list) else v}"
         for k, v in sorted(set_.items())
@@ -79,19 +79,8 @@ def method_of(
 
 # %% ../../nbs/compare/01_pairs.ipynb #5d6c3af2
 _STORED = (
-    "seed",
-    "order_seed",
-    "run_id",
-    "role",
-    "results_dir",
-    "cache_dir",
-    "overwrite",
-    "dry_run",
-    "tracker",
-    "wandb_entity",
-    "wandb_project",
-    "n_trials",
-    "search",
+    "seed", "order_seed", "run_id", "role", "results_dir", "cache_dir", "overwrite", "dry_run",
+    "tracker", "wandb_entity", "wandb_project", "n_trials", "search",
 )
 
 _MEASURED = ("energy.", "evaluation.latency")
@@ -111,11 +100,8 @@ def _usual(record):
     return {
         f"training.{k}": v
         for k, v in energy_training(
-            c["adapter"],
-            c.get("preset", "default"),
-            c.get("scale", "mini"),
-            c.get("study", "continual25"),
-            c.get("adapter_config"),
+            c["adapter"], c.get("preset", "default"), c.get("scale", "mini"),
+            c.get("study", "continual25"), c.get("adapter_config"),
         ).items()
     }
 
@@ -125,11 +111,10 @@ def _told_apart(runs, pairs):
     if len(set(pairs)) == len(pairs): return [""] * len(runs)
     settings, usual = [_settings(r) for r in runs], [_usual(r) for r in runs]
     differ = [
-        k
-        for k in settings[0]
+        k for k in settings[0]
         if all(k in s for s in settings) and len({repr(s[k]) for s in settings}) > 1
     ]
-    # what a run does first, then what is measured of it
+    # first by what a run does; by what is measured of it only where that is not enough
     for keys in ([k for k in differ if not k.startswith(_MEASURED)], differ):
         names = [
             "".join(f", {k} {s[k]}" for k in keys if u.get(k, s) != s[k])
@@ -149,6 +134,7 @@ def by_pair(
     for method, runs in methods.items():
         pairs = [(r["config"].get("seed", 0), r["config"].get("order_seed", 0)) for r in runs]
         for r, pair, more in zip(runs, pairs, _told_apart(runs, pairs)):
+            # the same parameters twice would count one pair double
             found = out.setdefault(method + more, {})
             if pair in found:
                 raise ValueError(
@@ -168,17 +154,15 @@ def made_up_pairs(
 ) -> list[dict]: # records
     "Synthetic records of methods over pairs, for examples and tests only."
     out = []
+    # scores that differ a little between the pairs, so that intervals are not empty
     for name, k in keeps:
         for i in range(n):
             r = made_up_record(
-                f"{name}-{i}",
-                T=T,
-                keeps=k - 0.004 * (i % 3),
-                role="proposed" if name == "himalaya" else "baseline",
-                adapter=name,
-                seed=i,
+                f"{name}-{i}", T=T, keeps=k - .004 * (i % 3),
+                role="proposed" if name == "himalaya" else "baseline", adapter=name, seed=i,
             )
             r["config"] |= dict(seed=i, order_seed=i)
+            # as many rows right as the last scores say
             r["row_values"] = {
                 t: (np.arange(n_rows) < round(n_rows * s)).astype(float).tolist()
                 for t, s in zip(r["tasks"], r["matrix"][-1])
@@ -198,11 +182,14 @@ def bca_interval(
     "BCa bootstrap interval of the mean over pairs (Efron 1987)."
     x, N = np.asarray(values, dtype=float), NormalDist()
     n = len(x)
+    # too few values, or all the same: there is nothing to draw anew
     if n < FEWEST: return math.nan, math.nan
     if np.ptp(x) == 0: return float(x[0]), float(x[0])
     means = x[np.random.default_rng(seed).integers(n, size=(resamples, n))].mean(1)
+    # ties count half, so that values on a grid get no bias from it
     below = ((means < x.mean()).mean() + (means <= x.mean()).mean()) / 2
     z0, jack = N.inv_cdf(min(max(below, 1e-6), 1 - 1e-6)), (x.sum() - x) / (n - 1)
+    # the acceleration, from leaving out one value at a time
     u = jack.mean() - jack
     a = (u ** 3).sum() / (6 * (u ** 2).sum() ** 1.5)
     z = [N.inv_cdf((1 - level) / 2), N.inv_cdf((1 + level) / 2)]
@@ -218,7 +205,7 @@ def median_interval(
     "Distribution-free interval of the median, between two of the values (Thompson 1936)."
     x = np.sort(np.asarray(values, dtype=float))
     n = len(x)
-    # of the interval from the k-th smallest to the k-th largest
+    # probability that the median is outside of k-th smallest to k-th largest
     outside = 2 * np.cumsum([math.comb(n, i) for i in range(n // 2)]) / 2. ** n
     k = int((outside <= 1 - level).sum())
     return (float(x[k - 1]), float(x[-k])) if k else (math.nan, math.nan)
@@ -232,9 +219,10 @@ def sign_flip_p(
     d = np.asarray(differences, dtype=float)
     n = len(d)
     if n == 0: return math.nan
+    # all choices of signs, as the bits of the numbers below 2^n
     if n <= 16: signs = 1 - 2 * (np.arange(2 ** n)[:, None] >> np.arange(n) & 1)
     else:
-        # what was seen is one of the draws
+        # what was seen is one of the draws, so that p is never 0
         signs = np.vstack([np.ones(n), np.random.default_rng(0).choice([-1, 1], size=(draws, n))])
     return float((np.abs(signs @ d) >= np.abs(d.sum()) * (1 - 1e-12)).mean())
 
@@ -262,7 +250,7 @@ def effect_size(
 def row_means(
     runs: dict, # (seed, order_seed) → record of one method
     pairs, # those that count
-) -> list[np.ndarray] | None: # per task, by name: (n_rows,) mean over the pairs; None where a record has no row_values
+) -> list[np.ndarray] | None: # by task name: (n_rows,) means over pairs; None without row_values
     "What each evaluated row contributes to a method's mean final score."
     found = [runs[p].get("row_values") for p in pairs]
     if not found or not all(found): return None

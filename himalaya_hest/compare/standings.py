@@ -18,7 +18,7 @@ from himalaya_hest.compare.pairs import (
     sign_flip_p,
 )
 from himalaya_hest.measures.records import (
-    Table, chance_matrix, is_complete, same_world, score_array,
+    Table, chance_matrix, is_complete, same_world, score_array
 )
 
 # %% ../../nbs/compare/03_standings.ipynb #879998a4
@@ -31,10 +31,12 @@ def group_scores(
     known = lambda values: (
         float(np.mean(v)) if len(v := [x for x in values if not np.isnan(x)]) else None
     )
+    # without all rows of the matrix only what was just learned is known
     if not at or not is_complete(record):
         return dict(
             AUC=None, **{"just learned": known(np.diag(R)[at]), "final": None, "forgotten": None}
         )
+    # from the group's first task on, over those of its tasks that were seen
     curve = [R[i, [j for j in at if j <= i]].mean() for i in evaluated_rows(R) if i >= at[0]]
     return {
         "AUC": float(np.mean(curve)),
@@ -48,13 +50,12 @@ CHANCE = "chance (best constant answer)"
 
 def chance_runs(
     records: list[dict], # of one world
-) -> list[dict]: # one a (seed, order) pair, with the scores of the best constant answers; those whose tasks' chance is not known are left out
+) -> list[dict]: # one a pair, where its tasks' chance is known
     "What the best constant answers give on the orders of these runs."
     return list(
         {
             (r["config"].get("seed", 0), r["config"].get("order_seed", 0)): r | dict(matrix=m)
-            for r in records
-            if (m := chance_matrix(r))
+            for r in records if (m := chance_matrix(r))
         }.values()
     )
 
@@ -62,14 +63,13 @@ def chance_runs(
 def chance_scores(
     records: list[dict], # of one world
     names: set | None = None, # tasks of a group; None: all
-) -> dict | None: # AUC and final, means over the (seed, order) pairs; None where no record says its tasks' chance
+) -> dict | None: # AUC and final, means over pairs; None where chance is not known
     "Means of what the best constant answers give."
     found = [
         group_scores(r, set(r["tasks"]) if names is None else names) for r in chance_runs(records)
     ]
     return {
-        k: float(np.mean(v))
-        for k in ("AUC", "final")
+        k: float(np.mean(v)) for k in ("AUC", "final")
         if (v := [f[k] for f in found if f[k] is not None])
     } or None
 
@@ -89,13 +89,14 @@ def _mean_of(runs, key, mean=np.mean):
     "Over the runs that have it; None where none has."
     return float(mean(v)) if (v := _column(runs, key)) else None
 
+# %% ../../nbs/compare/03_standings.ipynb #5bfaf60d
 def _large_mb(runs):
     """Mean over the runs, computed for the large model: MB after the last task; None where it
     cannot be built."""
     first = next(iter(runs.values()))
     try: large = large_adapter(first)
     except ValueError: return None # an adapter that is not known here
-    # whose slots in use differ from run to run
+    # only himalaya's slots in use differ from run to run; one run speaks for any other method
     same = first["config"]["adapter"].partition("+")[0] != "himalaya"
     return (
         float(np.mean([large_bytes(large, r) for r in ([first] if same else runs.values())])) / 1e6
@@ -113,9 +114,9 @@ def _rows_interval(values, center):
 def _known_columns(title, columns, rows):
     "A table without the columns of which nothing is known."
     known = lambda x: x is not None and x == x
-    keep = [i for i in range(len(columns)) if any(known(row[i]) for row in rows)] or range(
-        len(columns)
-    )
+    keep = [
+        i for i in range(len(columns)) if any(known(row[i]) for row in rows)
+    ] or range(len(columns))
     return Table(title, [columns[i] for i in keep], [[row[i] for i in keep] for row in rows])
 
 def _means_table(title, columns, rows, records):
@@ -133,52 +134,33 @@ def main_table(
     score over evaluated rows."""
     rows, shown = [], set()
     for name, runs in by_pair(records).items():
+        # with fewer pairs a method belongs in the exploratory table
         if len(runs) < least: continue
         shown |= {r["run_id"] for r in runs.values()}
         auc, final = _column(runs, "retained_accuracy_auc"), _mean_of(runs, "average_accuracy")
-        rows.append(
-            [
-                name,
-                len(runs),
-                float(np.mean(auc)),
-                *bca_interval(auc),
-                final,
-                *_rows_interval(row_means(runs, runs), final),
-                _mean_of(runs, "just_learned_accuracy"),
-                _mean_of(runs, "average_forgetting"),
-                _mean_of(runs, "worst_drop", max),
-                _mean_of(runs, "adapter_mb"),
-                _large_mb(runs),
-                _mean_of(runs, "cpu_latency_overhead", np.median),
-            ]
-        )
+        rows.append([
+            name, len(runs), float(np.mean(auc)), *bca_interval(auc), final,
+            *_rows_interval(row_means(runs, runs), final), _mean_of(runs, "just_learned_accuracy"),
+            _mean_of(runs, "average_forgetting"), _mean_of(runs, "worst_drop", max),
+            _mean_of(runs, "adapter_mb"), _large_mb(runs),
+            _mean_of(runs, "cpu_latency_overhead", np.median),
+        ])
+    # an empty table would hide that the runs are missing
     if not rows:
         raise ValueError(
             f"no method has {least} (seed, order) pairs, which the main table needs: run "
             "more, or use exploratory_table"
         )
     columns = [
-        "method",
-        "n",
-        "AUC",
-        "95 % from",
-        "to",
-        "final",
-        "rows from",
-        "rows to",
-        "just learned",
-        "forgotten",
-        "worst drop",
-        "MB kept",
-        "MB large",
-        "CPU latency +",
+        "method", "n", "AUC", "95 % from", "to", "final", "rows from", "rows to", "just learned",
+        "forgotten", "worst drop", "MB kept", "MB large", "CPU latency +",
     ]
     title = (
         f"{records[0]['config']['stream']}: means over n (seed, order) pairs, the best AUC "
-        "first; 95 % intervals of the AUC over pairs and of the final score over "
-        "evaluated rows; "
+        "first; 95 % intervals of the AUC over pairs and of the final score over evaluated rows; "
         "MB large: computed for d = 4096, 32 layers"
     )
+    # chance over the very pairs that the table shows
     return _means_table(title, columns, rows, [r for r in records if r["run_id"] in shown])
 
 # %% ../../nbs/compare/03_standings.ipynb #13bdfebe
@@ -187,65 +169,44 @@ def paired_table(
     method: str = "himalaya", # set against every other
     metric: str = "retained_accuracy_auc", # name in the summary
     least: int = MAIN_PAIRS, # pairs of a test
-) -> Table: # one row an opponent, the largest difference last; those with fewer pairs are named in the title
+) -> Table: # one row an opponent, the largest difference last; the title names the rest
     """Paired differences `method` − opponent: mean, BCa interval over pairs, exact p with Holm's
     correction over the rows, effect size; of the final scores an interval over rows."""
     runs, rows, left = by_pair(records), [], []
     if method not in runs:
         raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
+    # both of a pair have to have the value, else the pair does not count
     value = lambda name, pair, key=metric: runs[name][pair]["summary"].get(key)
     for other in (m for m in runs if m != method):
         pairs = [
-            p
-            for p in runs[method]
+            p for p in runs[method]
             if p in runs[other] and is_number(value(method, p)) and is_number(value(other, p))
         ]
         if len(pairs) < least: left.append(f"{other} (n = {len(pairs)})"); continue
         d = np.array([value(method, p) - value(other, p) for p in pairs])
-        final = float(
-            np.mean(
-                [
-                    value(method, p, "average_accuracy") - value(other, p, "average_accuracy")
-                    for p in pairs
-                ]
-            )
-        )
-        rows.append(
-            [
-                other,
-                len(d),
-                float(d.mean()),
-                *bca_interval(d),
-                sign_flip_p(d),
-                None,
-                effect_size(d),
-                float(((d > 0) + (d == 0) / 2).mean()),
-                final,
-                *_rows_interval(_row_differences(runs[method], runs[other], pairs), final),
-            ]
-        )
+        # the final score stands beside it, whichever the metric
+        final = float(np.mean([
+            value(method, p, "average_accuracy") - value(other, p, "average_accuracy")
+            for p in pairs
+        ]))
+        rows.append([
+            other, len(d), float(d.mean()), *bca_interval(d), sign_flip_p(d), None, effect_size(d),
+            float(((d > 0) + (d == 0) / 2).mean()), final,
+            *_rows_interval(_row_differences(runs[method], runs[other], pairs), final),
+        ])
+    # one family: all opponents of the table
     for row, p in zip(rows, holm([row[5] for row in rows])): row[6] = float(p)
     columns = [
-        "opponent",
-        "n",
-        "difference",
-        "95 % from",
-        "to",
-        "p (exact)",
-        "p (Holm)",
-        "d_z",
-        "won",
-        "final",
-        "rows from",
-        "rows to",
+        "opponent", "n", "difference", "95 % from", "to", "p (exact)", "p (Holm)", "d_z", "won",
+        "final", "rows from", "rows to",
     ]
     return _known_columns(
         f"{metric}: {method} minus the other, within n (seed, order) pairs"
         + (f"; too few pairs for a test: {', '.join(left)}" if left else ""),
-        columns,
-        sorted(rows, key=lambda row: row[2]),
+        columns, sorted(rows, key=lambda row: row[2]),
     )
 
+# %% ../../nbs/compare/03_standings.ipynb #de979910
 def _row_differences(ours, theirs, pairs):
     "Per task what each row adds to the difference of two methods; None where rows are not known."
     a, b = row_means(ours, pairs), row_means(theirs, pairs)
@@ -269,8 +230,7 @@ def _on_same_pairs(ours, theirs):
     None without any theirs."""
     d = [x - theirs[p] for p, x in ours.items() if x is not None and theirs.get(p) is not None]
     return (
-        [float(np.mean(d)), min(d), max(d), len(d)]
-        if d
+        [float(np.mean(d)), min(d), max(d), len(d)] if d
         else [None, None, None, 0 if theirs else None]
     )
 
@@ -283,43 +243,23 @@ def exploratory_table(
     reference: list[dict] = (),
 ) -> Table: # the best AUC first
     "One row a method: means, range and paired difference to the reference; no tests."
+    # differences make sense within one world only
     same_world([*records, *reference])
     (base, against), rows = _one_method(reference), []
     for name, runs in by_pair(records).items():
         auc = list(_aucs(runs).values())
-        rows.append(
-            [
-                name,
-                len(runs),
-                float(np.mean(auc)),
-                min(auc),
-                max(auc),
-                *_on_same_pairs(_aucs(runs), _aucs(against)),
-                _mean_of(runs, "average_accuracy"),
-                _mean_of(runs, "just_learned_accuracy"),
-                _mean_of(runs, "average_forgetting"),
-                _mean_of(runs, "worst_drop", max),
-                _mean_of(runs, "adapter_mb"),
-                _mean_of(runs, "cpu_latency_overhead", np.median),
-            ]
-        )
+        rows.append([
+            name, len(runs), float(np.mean(auc)), min(auc), max(auc),
+            *_on_same_pairs(_aucs(runs), _aucs(against)), _mean_of(runs, "average_accuracy"),
+            _mean_of(runs, "just_learned_accuracy"), _mean_of(runs, "average_forgetting"),
+            _mean_of(runs, "worst_drop", max), _mean_of(runs, "adapter_mb"),
+            _mean_of(runs, "cpu_latency_overhead", np.median),
+        ])
     columns = [
-        "method",
-        "n",
-        "AUC",
-        "min",
-        "max",
-        "difference",
-        "d min",
-        "d max",
-        "d n",
-        "final",
-        "just learned",
-        "forgotten",
-        "worst drop",
-        "MB kept",
-        "CPU latency +",
+        "method", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n", "final",
+        "just learned", "forgotten", "worst drop", "MB kept", "CPU latency +",
     ]
+    # the title says that it is exploratory, for whoever sees the table alone
     title = (
         f"{records[0]['config']['stream']}, exploratory: means, smallest and largest of n "
         "(seed, order) pairs"
@@ -329,7 +269,7 @@ def exploratory_table(
     return _means_table(title, columns, rows, records)
 
 # %% ../../nbs/compare/03_standings.ipynb #dcaab26c
-# in this order, before any others
+# the order of the table; groups of other names follow
 GROUPS = ("novel", "elicited", "shared instruction", "own instruction")
 
 def task_groups(
@@ -338,13 +278,10 @@ def task_groups(
     "Novel, elicited, shared and own instruction; a task stands in several."
     out = {}
     for i in record["task_info"]:
-        for g in filter(
-            None,
-            (
-                i.get("group"),
-                "shared instruction" if i.get("shared_instruction") else "own instruction",
-            ),
-        ):
+        for g in filter(None, (
+            i.get("group"),
+            "shared instruction" if i.get("shared_instruction") else "own instruction",
+        )):
             out.setdefault(g, set()).add(i["name"])
     return {g: out[g] for g in GROUPS if g in out} | out
 
@@ -354,35 +291,25 @@ def _group_rows(group, names, methods, against, sure):
     rows, theirs = [], {p: group_scores(r, names)["AUC"] for p, r in against.items()}
     for m, runs in methods.items():
         found = {p: group_scores(r, names) for p, r in runs.items()}
+        # a run may lack a measure of a group; the mean is over those that have it
         mean = {
             k: (
-                float(np.mean(v))
-                if (v := [f[k] for f in found.values() if f[k] is not None])
+                float(np.mean(v)) if (v := [f[k] for f in found.values() if f[k] is not None])
                 else None
             )
             for k in ("AUC", "just learned", "final", "forgotten")
         }
         auc = {p: f["AUC"] for p, f in found.items()}
         known = [x for x in auc.values() if x is not None]
+        # one of the two kinds of spread stays empty, and its columns are left out
         spread = (
-            [*bca_interval(known), None, None]
-            if sure
+            [*bca_interval(known), None, None] if sure
             else [None, None, min(known, default=None), max(known, default=None)]
         )
-        rows.append(
-            [
-                group,
-                len(names),
-                m,
-                len(runs),
-                mean["AUC"],
-                *spread,
-                *_on_same_pairs(auc, theirs),
-                mean["just learned"],
-                mean["final"],
-                mean["forgotten"],
-            ]
-        )
+        rows.append([
+            group, len(names), m, len(runs), mean["AUC"], *spread, *_on_same_pairs(auc, theirs),
+            mean["just learned"], mean["final"], mean["forgotten"],
+        ])
     return sorted(rows, key=lambda row: -1 if row[4] is None else row[4], reverse=True)
 
 # %% ../../nbs/compare/03_standings.ipynb #1e1a9970
@@ -400,34 +327,21 @@ def grouped_table(
         )
     same_world([*records, *reference])
     (base, against), methods, rows = _one_method(reference), by_pair(records), []
+    # one method with few pairs makes the whole table exploratory
     sure = all(len(runs) >= least for runs in methods.values())
     columns = [
-        "group",
-        "tasks",
-        "method",
-        "n",
-        "AUC",
-        "95 % from",
-        "to",
-        "min",
-        "max",
-        "difference",
-        "d min",
-        "d max",
-        "d n",
-        "just learned",
-        "final",
-        "forgotten",
+        "group", "tasks", "method", "n", "AUC", "95 % from", "to", "min", "max", "difference",
+        "d min", "d max", "d n", "just learned", "final", "forgotten",
     ]
     for g, names in task_groups(records[0]).items():
         rows += _group_rows(g, names, methods, against, sure) + _chance_row(
             columns, records, names, group=g, tasks=len(names)
         )
+    # the title says which of the two tables it is
     title = (
         f"{records[0]['config']['stream']}, groups of tasks"
         + (
-            ": means over n (seed, order) pairs, with the 95 % interval of the AUC"
-            if sure
+            ": means over n (seed, order) pairs, with the 95 % interval of the AUC" if sure
             else ", exploratory: means, smallest and largest of n (seed, order) pairs; no tests"
         )
         + f"; differences of the AUC to {base} on d n same pairs" * bool(base)
@@ -440,6 +354,7 @@ def _rebased(record):
     world = record.get("world") or {}
     return record | dict(world=world | dict(digest=world.get("base_digest", world.get("digest"))))
 
+# %% ../../nbs/compare/03_standings.ipynb #23022af7
 def fairness_table(
     # of worlds that differ in their instructions at most; those with own instructions among them
     records: list[dict],
@@ -447,6 +362,7 @@ def fairness_table(
     "What each method gives with other instructions, and the paired difference to its own."
     own = lambda r: r | dict(config=r["config"] | dict(instructions="own"))
     methods, rows = {}, []
+    # a method's name without its instructions joins what belongs together
     for m, runs in by_pair([_rebased(r) for r in records]).items():
         first = next(iter(runs.values()))
         methods.setdefault(method_of(own(first)), {})[
@@ -454,46 +370,28 @@ def fairness_table(
         ] = runs
     for m, kinds in methods.items():
         base = kinds.get("own", {})
+        # a method with nothing to compare is left out
         for kind, runs in (
             sorted(kinds.items(), key=lambda k: k[0] != "own") if len(kinds) > 1 or not base else ()
         ):
             auc = list(_aucs(runs).values())
-            rows.append(
-                [
-                    m,
-                    kind,
-                    len(runs),
-                    float(np.mean(auc)),
-                    min(auc),
-                    max(auc),
-                    *_on_same_pairs(_aucs(runs), _aucs(base) if kind != "own" else {}),
-                    _mean_of(runs, "average_accuracy"),
-                    _mean_of(runs, "just_learned_accuracy"),
-                    _mean_of(runs, "average_forgetting"),
-                ]
-            )
+            rows.append([
+                m, kind, len(runs), float(np.mean(auc)), min(auc), max(auc),
+                *_on_same_pairs(_aucs(runs), _aucs(base) if kind != "own" else {}),
+                _mean_of(runs, "average_accuracy"), _mean_of(runs, "just_learned_accuracy"),
+                _mean_of(runs, "average_forgetting"),
+            ])
+    # own instructions come first, and chance last
     columns = [
-        "method",
-        "instructions",
-        "n",
-        "AUC",
-        "min",
-        "max",
-        "difference",
-        "d min",
-        "d max",
-        "d n",
-        "final",
-        "just learned",
-        "forgotten",
+        "method", "instructions", "n", "AUC", "min", "max", "difference", "d min", "d max", "d n",
+        "final", "just learned", "forgotten",
     ]
     rows += _chance_row(columns, records)
     return Table(
-        f"{records[0]['config']['stream']}, exploratory: other instructions; means, "
-        "smallest and largest of n (seed, order) pairs, differences to own instructions "
-        "on d n same pairs; no tests",
-        columns,
-        rows,
+        f"{records[0]['config']['stream']}, exploratory: other instructions; means, smallest and "
+        "largest of n (seed, order) pairs, differences to own instructions on d n same pairs; "
+        "no tests",
+        columns, rows,
     )
 
 # %% ../../nbs/compare/03_standings.ipynb #9b849c77
@@ -504,33 +402,32 @@ def tuned_single(
     """What the reference learns of each task alone, mean over its runs. Raises ValueError where
     they were run with several settings."""
     runs = [
-        r
-        for r in records
+        r for r in records
         if r["config"].get("protocol") == "single" and r["config"]["adapter"] == adapter
     ]
+    # runs with several settings would be averaged as if they were one method
     rates = {
-        json.dumps(
+        json.dumps([
             [
-                [
-                    r["config"].get("training", {}).get(k)
-                    for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")
-                ],
-                r["config"].get("adapter_config"),
-            ]
-        )
-        for r in runs
+                r["config"].get("training", {}).get(k)
+                for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")
+            ],
+            r["config"].get("adapter_config"),
+        ]) for r in runs
     }
     if len(rates) > 1:
         raise ValueError(
             f"{adapter} was run on single tasks with several settings "
             f"({', '.join(sorted(rates))}): keep the one that the development world chose"
         )
+    # single tasks have nothing to forget: what is just learned is all
     return float(np.mean([r["summary"]["just_learned_accuracy"] for r in runs])) if runs else None
 
 # %% ../../nbs/compare/03_standings.ipynb #b633cc48
 def _verdict(good, sure):
     return "held" if good and sure else "in the mean, not shown" if good else "not held"
 
+# %% ../../nbs/compare/03_standings.ipynb #6026439d
 def target_table(
     records: list[dict], # of one world
     method: str = "himalaya",
@@ -543,6 +440,7 @@ def target_table(
     runs, single, rows = by_pair(records), tuned_single(records), []
     if method not in runs:
         raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
+    # the interval decides: a mean alone is never called held
     lost, learned = (
         np.array(_column(runs[method], k)) for k in ("average_forgetting", "just_learned_accuracy")
     )
@@ -550,58 +448,32 @@ def target_table(
         _verdict(good, sure) if len(values) >= least else "too few pairs"
     )
     low, high = bca_interval(lost)
-    rows.append(
-        [
-            "forgotten",
-            f"≤ {most_forgotten}",
-            len(lost),
-            float(lost.mean()),
-            low,
-            high,
-            judged(lost, lost.mean() <= most_forgotten, high <= most_forgotten),
-        ]
-    )
+    rows.append([
+        "forgotten", f"≤ {most_forgotten}", len(lost), float(lost.mean()), low, high,
+        judged(lost, lost.mean() <= most_forgotten, high <= most_forgotten),
+    ])
+    # the tasks alone are the ceiling of what can be learned
     if single:
         low, high = bca_interval(learned / single)
-        rows.append(
-            [
-                "just learned, of LoRA's alone",
-                f"≥ {least_learned}",
-                len(learned),
-                float(learned.mean() / single),
-                low,
-                high,
-                judged(learned, learned.mean() / single >= least_learned, low >= least_learned),
-            ]
-        )
+        rows.append([
+            "just learned, of LoRA's alone", f"≥ {least_learned}", len(learned),
+            float(learned.mean() / single), low, high,
+            judged(learned, learned.mean() / single >= least_learned, low >= least_learned),
+        ])
+    # corrected over all opponents of the paired table, not over these alone
     against = {r["opponent"]: r for r in paired_table(records, method, least=least).records()}
     for o in opponents:
         if (r := against.get(o)) is None:
-            rows.append(
-                [
-                    f"AUC above {o}",
-                    "> 0",
-                    len(runs.get(o, ())),
-                    None,
-                    None,
-                    None,
-                    "too few pairs" if o in runs else "not run",
-                ]
-            )
+            rows.append([
+                f"AUC above {o}", "> 0", len(runs.get(o, ())), None, None, None,
+                "too few pairs" if o in runs else "not run",
+            ])
         else:
-            rows.append(
-                [
-                    f"AUC above {o}",
-                    "> 0",
-                    r["n"],
-                    r["difference"],
-                    r["95 % from"],
-                    r["to"],
-                    _verdict(r["difference"] > 0, r["95 % from"] > 0 and r["p (Holm)"] < 0.05),
-                ]
-            )
+            rows.append([
+                f"AUC above {o}", "> 0", r["n"], r["difference"], r["95 % from"], r["to"],
+                _verdict(r["difference"] > 0, r["95 % from"] > 0 and r["p (Holm)"] < .05),
+            ])
     return Table(
         f"{method}: what was asked, and what it gave",
-        ["target", "limit", "n", "figure", "95 % from", "to", "verdict"],
-        rows,
+        ["target", "limit", "n", "figure", "95 % from", "to", "verdict"], rows,
     )

@@ -27,28 +27,28 @@ class Followed:
     no padding; of the gates in some layers."""
     def __init__(self, layers: tuple, costs):
         self.layers, self.costs, self.rows = layers, costs, None
+
     def add(self, gates) -> None: # TokenGates of a pass
-        # (b, n, gates)
+        # (b, n, gates): the state that each gate took
         states = torch.cat([gates.states[l] for l in self.layers], -2).argmax(-1).cpu().numpy()
         of = lambda t, otherwise: otherwise if t is None else t.cpu().numpy()
         b, n = states.shape[:2]
         keys, headed, attended = (
-            gates.keys.cpu().numpy(),
-            of(gates.headed, np.ones((b, n), bool)),
+            gates.keys.cpu().numpy(), of(gates.headed, np.ones((b, n), bool)),
             of(gates.attended, np.ones((b, n), bool)),
         )
+        # a slot that sees a single key is the first of its row: a new generation begins
         if self.rows is None or gates.visible is None and int(keys.min()) == 1:
             self.rows = [[] for _ in range(b)]
         for i, row in enumerate(self.rows):
             row += [(states[i, t], keys[i, t], headed[i, t], attended[i, t]) for t in range(n)]
-    # (rows, 3) of prefixes, tokens, windows
+
+    # (rows, 3): how much of its bound the worst prefix, token and window of each row takes
     def use(self, e_max: float, capacity: float) -> np.ndarray:
-        return np.array(
-            [
-                bound_use(self.costs, e_max, capacity, *(np.array(x) for x in zip(*row)))
-                for row in self.rows
-            ]
-        )
+        return np.array([
+            bound_use(self.costs, e_max, capacity, *(np.array(x) for x in zip(*row)))
+            for row in self.rows
+        ])
 
 # %% ../../nbs/study/03_bounds.ipynb #c0cb03cf
 def followed_parts(core: GatedDirections) -> list[Followed]:
@@ -65,7 +65,9 @@ def following(adapter: Adapter):
     """Within, the `Followed` of the active adapter's gates, through reordered beams and tokens that
     are taken back."""
     stages = followed_parts(adapter.tuner.core())
+    # put back on leaving, whatever happens within
     reorder, crop = CallBuckets.reorder, CallBuckets.crop
+    # a beam that goes on takes its past along; beams may share one, hence the copy
     def reordered(self, indices):
         reorder(self, indices)
         for f in stages: f.rows = [list(f.rows[i]) for i in torch.as_tensor(indices).tolist()]
@@ -105,15 +107,9 @@ def bounds_table(
     record = json.loads(Path(path).read_text(encoding="utf-8"))
     rows = [
         [
-            r["method"],
-            r["scope"],
-            "kept" if r["bounded"] else "none",
-            r["e_max"],
-            r["way"],
-            r["n_rows"],
-            *(r["use"][k] for k in ("prefix", "token", "window")),
-        ]
-        for r in record["rows"]
+            r["method"], r["scope"], "kept" if r["bounded"] else "none", r["e_max"], r["way"],
+            r["n_rows"], *(r["use"][k] for k in ("prefix", "token", "window")),
+        ] for r in record["rows"]
     ]
     return Table(
         f"largest use of a bound, {record['new_tokens']} new tokens ({record['command']})",

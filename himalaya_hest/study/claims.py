@@ -46,6 +46,7 @@ class Evidence:
     def command(self, *names) -> str:
         """The command that makes the runs of the first of these methods that was run; of none: that
         of the grid which would."""
+        # a rival that was never run is told by the grid that would run it
         grid = next((g for g, adapters in self.grids.items() if adapters & set(names)), self.main)
         return next(
             (r["command"] for r in self.of(*names).values() if "command" in r),
@@ -56,8 +57,7 @@ class Evidence:
 def _records(folder):
     return (
         [json.loads(p.read_text(encoding="utf-8")) for p in sorted(Path(folder).glob("*.json"))]
-        if Path(folder).is_dir()
-        else []
+        if Path(folder).is_dir() else []
     )
 
 # %% ../../nbs/study/04_claims.ipynb #7fb87cd6
@@ -65,8 +65,7 @@ def _adapters(grid):
     "The adapters that a grid file runs."
     grid = yaml.safe_load(grid.read_text(encoding="utf-8"))
     return {
-        a
-        for axes in [*grid["axes"], {k: [v] for k, v in grid.get("base", {}).items()}]
+        a for axes in [*grid["axes"], {k: [v] for k, v in grid.get("base", {}).items()}]
         for a in axes.get("adapter", ())
     }
 
@@ -80,20 +79,21 @@ def read_evidence(
     folder, runs = Path(folder), {}
     if first := _records(folder / main): runs = by_pair(first)
     world = first[0]["world"]["digest"] if first else None
+    # a method of the comparison is not filled up with exploratory runs
     for r in (r for o in others for r in _records(folder / o)):
-        if r["world"]["digest"] == world and (name := method_of(r)) not in {
-            method_of(x) for x in first
-        }:
+        if (
+            r["world"]["digest"] == world
+            and (name := method_of(r)) not in {method_of(x) for x in first}
+        ):
             runs.setdefault(name, {}).setdefault(
                 (r["config"]["seed"], r["config"]["order_seed"]), r
             )
+    # the grids lie beside the notebooks, of which the records are a folder
     path, files = folder / "claims.json", {
         g: folder.resolve().parents[1] / "bench" / "grids" / f"{g}.yaml" for g in (main, *others)
     }
     return Evidence(
-        runs,
-        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {},
-        main,
+        runs, json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}, main,
         {g: _adapters(f) for g, f in files.items() if f.is_file()},
     )
 
@@ -122,8 +122,7 @@ def shown_figure(
 ) -> tuple[str, str]: # figure with its unit, and the interval
     "Figure and interval as text, a dash for what is not known."
     text = lambda x: (
-        f"{100 * x:.2f}"
-        if f.unit in ("pp", "%")
+        f"{100 * x:.2f}" if f.unit in ("pp", "%")
         else f"{x:,.0f}" if f.unit in ("lines", "files") else f"{x:.3f}"
     )
     if f.figure is None: return "–", "–"
@@ -140,9 +139,11 @@ def judge(
 ) -> Finding: # the same, with figure, interval, n and the verdict here
     """Held if the mean and its whole interval keep the limit; with fewer than ten values the figure
     alone, and no verdict."""
+    # few pairs: a figure, and why there is no verdict
     if _shown(f, values).n < MAIN_PAIRS:
         f.told = _joined(f.told, f"n = {f.n}, where a verdict needs {MAIN_PAIRS}")
         return f
+    # the mean and both ends of the interval, so that a lucky mean does not count
     keeps = lambda x: x >= limit if above else x <= limit
     f.here = HELD if keeps(f.figure) and keeps(f.low) and keeps(f.high) else NOT_HELD
     if f.here == NOT_HELD and keeps(f.figure): f.told = _joined(f.told, "kept in the mean only")
@@ -157,6 +158,7 @@ def _shown(f, values):
 
 def _joined(*parts): return "; ".join(p for p in parts if p)
 
+# %% ../../nbs/study/04_claims.ipynb #d7fbbc49
 def compare(
     f: Finding,
     ours: dict, # (seed, order_seed) → record
@@ -164,15 +166,15 @@ def compare(
     value, # record → float, or None where it has none
     # by which the difference ours − theirs is to exceed 0, or to stay below it where negative
     margin: float,
-) -> tuple[Finding, float]: # the finding, and the exact p of the difference against the margin; nan where nothing can be compared
+) -> tuple[Finding, float]: # the finding, and the exact p against the margin; nan without one
     "The paired difference with its interval; the verdict waits for Holm's correction."
     pairs = [
-        p
-        for p in sorted(ours.keys() & theirs.keys())
+        p for p in sorted(ours.keys() & theirs.keys())
         if value(ours[p]) is not None and value(theirs[p]) is not None
     ]
     if not pairs: return f, math.nan
     d = np.array([value(ours[p]) - value(theirs[p]) for p in pairs])
+    # a negative margin is for what is lost: ours has to be less by as much
     judge(f, d, margin, above=margin > 0)
     f.told = _joined(
         f.told,
@@ -199,8 +201,7 @@ def final_score(
     "Mean score after the last task, over some of the tasks."
     metrics, last = metric_names(record), record["matrix"][-1]
     found = [
-        last[j]
-        for j, t in enumerate(record["tasks"])
+        last[j] for j, t in enumerate(record["tasks"])
         if wanted(t, metrics[t]) and last[j] is not None
     ]
     return float(np.mean(found)) if found else None
@@ -208,30 +209,26 @@ def final_score(
 # %% ../../nbs/study/04_claims.ipynb #2f8fbbf0
 def comparisons() -> list[tuple]: # (finding, names of the rival, value, margin)
     "What claims 1 and 2 say about rivals, with the margin that their own figures imply."
+    # claim 1 compares what is forgotten, claim 2 final scores of some tasks
     lost = lambda r: r["summary"]["average_forgetting"]
     of = lambda wanted: lambda r: final_score(r, wanted)
     less = "Forgets at least {} pp less than {}, which was said to forget {} pp"
+    # negative margins where less is better
     return [
-        (Finding("1b", less.format(3.5, "LoRA", "5 to 8"), unit="pp"), ("lora",), lost, -0.035),
-        (Finding("1c", less.format(1.2, "LILAC", 2.7), unit="pp"), LILAC, lost, -0.012),
-        (Finding("1d", less.format(1.2, "COLTAS", 2.7), unit="pp"), COLTAS, lost, -0.012),
+        (Finding("1b", less.format(3.5, "LoRA", "5 to 8"), unit="pp"), ("lora",), lost, -.035),
+        (Finding("1c", less.format(1.2, "LILAC", 2.7), unit="pp"), LILAC, lost, -.012),
+        (Finding("1d", less.format(1.2, "COLTAS", 2.7), unit="pp"), COLTAS, lost, -.012),
         (
             Finding("2a", "Final mean at least 1 pp above LILAC on classification", unit="pp"),
-            LILAC,
-            of(lambda t, m: m == "label_accuracy"),
-            0.01,
+            LILAC, of(lambda t, m: m == "label_accuracy"), .01,
         ),
         (
-            Finding("2b", "At least .6 BLEU above LILAC on WMT14 English–German", unit="pp"),
-            LILAC,
-            of(lambda t, m: t.startswith("wmt14")),
-            0.006,
+            Finding("2b", "At least .6 BLEU above LILAC on WMT14 English–German", unit="pp"), LILAC,
+            of(lambda t, m: t.startswith("wmt14")), .006,
         ),
         (
-            Finding("2c", "At least 1.4 ROUGE-L above LILAC on summarisation", unit="pp"),
-            LILAC,
-            of(lambda t, m: m == "rouge_l"),
-            0.014,
+            Finding("2c", "At least 1.4 ROUGE-L above LILAC on summarisation", unit="pp"), LILAC,
+            of(lambda t, m: m == "rouge_l"), .014,
         ),
     ]
 
@@ -243,11 +240,13 @@ def scores(e: Evidence) -> list[Finding]:
         "1a", "Forgets at most 1.5 pp after 25 tasks", unit="pp", command=e.command("himalaya")
     )
     if ours: judge(first, [r["summary"]["average_forgetting"] for r in ours.values()], .015)
+    # a comparison without enough pairs has no p and takes no part in the correction
     found = [
         compare(f, ours, e.of(*names), value, margin) + (e.command(*names),)
         for f, names, value, margin in comparisons()
     ]
     tested = [i for i, (_, p, _) in enumerate(found) if not math.isnan(p)]
+    # the interval may keep the margin where the corrected test does not
     for i, p in zip(tested, holm([found[i][1] for i in tested])):
         f = found[i][0]
         if f.here == HELD and p >= .05:
@@ -263,9 +262,9 @@ def forgetting_chart(
 ) -> Chart: # topic forgetting
     """A circle for each pair, a diamond with its interval for their mean, the least forgetful
     first; ValueError where nothing was run."""
+    # references that see all tasks, one alone or none forget nothing, and are left out
     rows = {
-        m: [r["summary"]["average_forgetting"] for r in runs.values()]
-        for m, runs in e.runs.items()
+        m: [r["summary"]["average_forgetting"] for r in runs.values()] for m, runs in e.runs.items()
         if not m.endswith(("(zero-shot)", "(single)", "(joint)"))
     }
     if not rows:
@@ -274,58 +273,38 @@ def forgetting_chart(
     figure, ((axes,),) = new_figure(7., .36 * len(rows) + 1.5)
     plain_axes(axes, "x")
     for y, (name, lost) in enumerate(rows):
+        # pairs behind, interval and mean in front of them
         low, high = bca_interval(lost)
         axes.scatter(
-            lost,
-            [y] * len(lost),
-            s=22,
-            facecolor="white",
-            edgecolor="#8a8f98",
-            linewidth=0.9,
-            zorder=2,
-            label="one (seed, order) pair",
+            lost, [y] * len(lost), s=22, facecolor="white", edgecolor="#8a8f98", linewidth=.9,
+            zorder=2, label="one (seed, order) pair",
         )
         if low == low:
             axes.plot(
-                [low, high],
-                [y, y],
-                color=DARK,
-                linewidth=2,
-                zorder=3,
+                [low, high], [y, y], color=DARK, linewidth=2, zorder=3,
                 label="95 % interval of the mean (BCa)",
             )
         axes.scatter([np.mean(lost)], [y], marker="D", s=28, color=DARK, zorder=4, label="mean")
         axes.annotate(
-            f"{np.mean(lost):.3f}",
-            (np.mean(lost), y),
-            (14, 6),
-            textcoords="offset points",
-            ha="left",
-            fontsize=7.5,
+            f"{np.mean(lost):.3f}", (np.mean(lost), y), (14, 6), textcoords="offset points",
+            ha="left", fontsize=7.5,
         )
     axes.axvline(
-        limit,
-        color="black",
-        linestyle="--",
-        linewidth=0.8,
-        zorder=1,
+        limit, color="black", linestyle="--", linewidth=.8, zorder=1,
         label=f"limit of claim 1: {limit}",
     )
     axes.set_yticks(
-        range(len(rows)),
-        [textwrap.fill(f"{m}  (n = {len(lost)})", 34) for m, lost in rows],
+        range(len(rows)), [textwrap.fill(f"{m}  (n = {len(lost)})", 34) for m, lost in rows],
         fontsize=8,
     )
+    # the least forgetful on top; a run may also gain, which is below 0
     axes.set_ylim(len(rows) - .4, -.8)
     axes.set_xlim(min(0, min(min(lost) for _, lost in rows)) - .02, None)
     axes.set_xlabel("forgotten (share of 1)", fontsize=9)
+    # rows repeat their labels; the legend has each of them once
     legend = dict(zip(*axes.get_legend_handles_labels()[::-1]))
     figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="outside lower center",
-        ncols=2,
-        fontsize=7.5,
+        legend.values(), legend.keys(), loc="outside lower center", ncols=2, fontsize=7.5,
         frameon=False,
     )
     return Chart("forgetting", figure)
@@ -345,25 +324,24 @@ def storage(e: Evidence) -> list[Finding]:
     core = adapter.tuner.core()
     full = sum(packed_bytes(core, filled=fill_of(core, full=True)).values()) / 1e6
     a = Finding(
-        "3a",
-        "Keeps at most 2.3 MB between tasks",
-        unit="MB",
-        figure=full,
+        "3a", "Keeps at most 2.3 MB between tasks", unit="MB", figure=full,
         told="both verdicts by shapes: counted at d = 4096, L = 32 with every slot in use",
         command=ITSELF,
     )
+    # by shapes, hence the same verdict for both
     a.here = a.founding = HELD if full <= 2.3 else NOT_HELD
     b = Finding("3b", "Storage is fixed: it does not grow with the tasks", unit="MB")
+    # the runs' own bytes are told beside 3a without deciding it; they decide about growth here
     if ours := e.of("himalaya"):
         mb = [r["summary"]["adapter_mb"] for r in ours.values()]
         a.told = _joined(
             a.told,
-            f"the mini backbone's own state, {np.mean(mb):.3f} MB over {len(mb)} pairs, at "
-            f"most {max(mb):.3f}, says nothing of it",
+            f"the mini backbone's own state, {np.mean(mb):.3f} MB over {len(mb)} pairs, at most "
+            f"{max(mb):.3f}, says nothing of it",
         )
+        # growth is measured over the stream, and computed at the founding scale for one pair
         grown = [
-            (r["kept_bytes"][-1] - r["kept_bytes"][0]) / 1e6
-            for r in ours.values()
+            (r["kept_bytes"][-1] - r["kept_bytes"][0]) / 1e6 for r in ours.values()
             if r.get("kept_bytes")
         ]
         if grown:
@@ -374,44 +352,47 @@ def storage(e: Evidence) -> list[Finding]:
             b.told = _joined(
                 b.told,
                 f"growth from the first task to the last; at d = 4096 from {at[0]:.2f} to "
-                f"{at[1]:.2f} MB with the slots of the first pair; bounded, since growth "
-                "stops at K slots",
+                f"{at[1]:.2f} MB with the slots of the first pair; bounded, since growth stops at "
+                "K slots",
             )
     return [a, b]
 
 # %% ../../nbs/study/04_claims.ipynb #c45bb73c
 _NO_BOARD = (
-    "mean over n pairs of the median on the CPU of the runs, generation at batch 1; there "
-    "is no Raspberry Pi here"
+    "mean over n pairs of the median on the CPU of the runs, generation at batch 1; there is no "
+    "Raspberry Pi here"
 )
 
 def latency(e: Evidence) -> list[Finding]:
     "Claim 3, time and memory."
-    a, b = Finding(
-        "3c", "Peak latency on a Raspberry Pi 4 is at most 7 % higher", unit="%"
-    ), Finding("3d", "Others cost 20 % or more", unit="%")
+    a, b = (
+        Finding("3c", "Peak latency on a Raspberry Pi 4 is at most 7 % higher", unit="%"),
+        Finding("3d", "Others cost 20 % or more", unit="%"),
+    )
+    # a run that was not timed counts for neither
     took = lambda runs: [
         x for r in runs.values() if (x := r["summary"].get("cpu_latency_overhead")) is not None
     ]
     if x := took(e.of("himalaya")): _shown(a, x).told, a.command = _NO_BOARD, e.command("himalaya")
+    # the cheapest of the others: if even it costs so much, all do
     rest = {m: took(r) for m, r in e.runs.items() if not m.startswith("himalaya") and took(r)}
     if rest:
         cheapest = min(rest, key=lambda m: np.mean(rest[m]))
         _shown(b, rest[cheapest]).command = e.command(cheapest)
         b.told = _joined(
-            f"the cheapest of {len(rest)}, {cheapest}",
-            _NO_BOARD,
+            f"the cheapest of {len(rest)}, {cheapest}", _NO_BOARD,
             ", ".join(f"{m} {100 * np.mean(x):+.0f} %" for m, x in rest.items()),
         )
     c = Finding("3e", "Others cannot run there for memory", unit="MB")
     if m := e.measured.get("memory"):
+        # above what the backbone alone takes, the rivals' largest beside ours
         above = {k: v["mb"] - m["peak"]["none"]["mb"] for k, v in m["peak"].items() if k != "none"}
         ours = above.pop("himalaya")
         most = max(above, key=above.get)
         c.here, c.figure, c.n, c.command = NOT_TESTABLE, above[most], 1, m["command"]
         c.told = (
-            "peak memory of training and answering above that of answering alone, on the "
-            f"mini backbone: the rivals' largest, {most}; HIMALAYA {ours:+.0f} MB; "
+            "peak memory of training and answering above that of answering alone, on the mini "
+            f"backbone: the rivals' largest, {most}; HIMALAYA {ours:+.0f} MB; "
             + ", ".join(f"{k} {v:+.0f} MB" for k, v in above.items())
         )
     return [a, b, c]
@@ -421,9 +402,9 @@ NORM_LIMIT = 1.05
 
 def _settings_told(e, name, form):
     "What a form was measured with, where the comparison's runs of its preset had something else."
+    # settings that were not noted cannot be compared
     if lack := [
-        k
-        for k in ("gamma", "learning_rate", "training", "adapter_config", "exchanged")
+        k for k in ("gamma", "learning_rate", "training", "adapter_config", "exchanged")
         if k not in form
     ]:
         return f"settings not recorded ({', '.join(lack)})"
@@ -432,9 +413,11 @@ def _settings_told(e, name, form):
     if not runs: return ""
     c = next(iter(runs.values()))["config"]
     text = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
-    ours, theirs = dict(gamma=form["gamma"]) | form["training"], dict(
-        gamma=c.get("adapter_config", {}).get("gamma", 4.0)
-    ) | c.get("training", {})
+    # of the training only what both have said; of the adapter all, but for what the form exchanged
+    ours, theirs = (
+        dict(gamma=form["gamma"]) | form["training"],
+        dict(gamma=c.get("adapter_config", {}).get("gamma", 4.0)) | c.get("training", {}),
+    )
     own = {
         k: (form["adapter_config"].get(k, "unset"), c.get("adapter_config", {}).get(k, "unset"))
         for k in sorted(
@@ -458,15 +441,11 @@ _NORMS = (  # part, claim, form, what of it
     ("4e", _ATOMS.format("default, norm_rescaling off"), "default, norm_rescaling off", "largest"),
     ("4f", "… ΔW (default, norm_rescaling off)", "default, norm_rescaling off", "size"),
     (
-        "4g",
-        _ATOMS.format("published_gain, norm_rescaling off"),
-        "published_gain, norm_rescaling off",
-        "largest",
+        "4g", _ATOMS.format("published_gain, norm_rescaling off"),
+        "published_gain, norm_rescaling off", "largest",
     ),
     (
-        "4h",
-        _R.format("published_gain, norm_rescaling off"),
-        "published_gain, norm_rescaling off",
+        "4h", _R.format("published_gain, norm_rescaling off"), "published_gain, norm_rescaling off",
         "size",
     ),
     ("4i", _ATOMS.format("published"), "published", "largest"),
@@ -479,22 +458,22 @@ def norms(e: Evidence) -> list[Finding]:
     for number, claim, name, what in _NORMS:
         f = Finding(number, claim)
         if x := part.get("forms", {}).get(name):
+            # the largest over tasks or prompts, for a mean would hide the one that grew
             of_r = what == "size" and x["size"]["of"] == "r"
             f.figure = max(x["largest"]) if what == "largest" else x["size"]["largest"]
             f.here, f.command = HELD if f.figure <= NORM_LIMIT else NOT_HELD, part["command"]
             f.n, told = (
-                (x["tasks"], f"largest after any of n tasks; {x['bits']} bits")
-                if what == "largest"
+                (x["tasks"], f"largest after any of n tasks; {x['bits']} bits") if what == "largest"
                 else (
                     x["prompts"],
                     f"largest {x['size']['of']} over n prompts and all sites, mean "
                     f"{x['size']['mean']:.3f}",
                 )
             )
+            # a norm that its formula sets cannot grow, which the reader is told
             formula = (
                 "r is normalised by its formula: tested is that packing does not break it"
-                if of_r and not name.endswith("norm_rescaling off")
-                else ""
+                if of_r and not name.endswith("norm_rescaling off") else ""
             )
             f.told = _joined(told, formula, _settings_told(e, name, x))
         out.append(f)
@@ -517,32 +496,23 @@ def norm_chart(
         (MIDDLE, "-.", "D"),
         ("#6b8f3a", "-", "v"),
     ]
+    # colour, stroke and mark differ, so that grey suffices
     for (name, f), (color, style, marker) in zip(forms.items(), looks):
         axes.plot(
-            range(1, len(f["largest"]) + 1),
-            f["largest"],
-            color=color,
-            linestyle=style,
-            marker=marker,
-            markersize=3.5,
-            label=f"{name} (at most {max(f['largest']):.3f})",
+            range(1, len(f["largest"]) + 1), f["largest"], color=color, linestyle=style,
+            marker=marker, markersize=3.5, label=f"{name} (at most {max(f['largest']):.3f})",
         )
     axes.axhline(NORM_LIMIT, color="black", linewidth=.8)
+    # the limit is written at its line, at the last task
     axes.annotate(
-        f"limit {NORM_LIMIT}",
-        (max(len(f["largest"]) for f in forms.values()), NORM_LIMIT),
-        (0, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=7.5,
+        f"limit {NORM_LIMIT}", (max(len(f["largest"]) for f in forms.values()), NORM_LIMIT), (0, 3),
+        textcoords="offset points", ha="right", fontsize=7.5,
     )
     axes.set_xlabel("tasks trained", fontsize=9)
     axes.set_ylabel("largest norm of a stored atom", fontsize=9)
+    # each form's largest value stands in the legend
     figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=2,
-        fontsize=7.5,
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=7.5,
         frameon=False,
     )
     return Chart("norms", figure)
@@ -551,18 +521,18 @@ def norm_chart(
 def operations(e: Evidence) -> list[Finding]:
     "Claim 5."
     a = Finding("5a", "At most 3 atoms are active for a token, in expectation", founding=HELD)
+    # 5a: bounded by construction at any scale, measured here
     if form := e.measured.get("norms", {}).get("forms", {}).get("default"):
         o = form["open"]
         a.here, a.figure, a.n, a.command = (
-            HELD if o["a_token"] <= 3 else NOT_HELD,
-            o["a_token"],
-            form["prompts"],
+            HELD if o["a_token"] <= 3 else NOT_HELD, o["a_token"], form["prompts"],
             e.measured["norms"]["command"],
         )
         a.told = (
             f"mean over the tokens of n prompts and their answers, {o['mean']:.2f} a "
             f"prompt, {o['largest']} at most; at any scale no fourth slot can open"
         )
+    # 5b and 5c: counted on the mini world, and by shapes at the founding scale
     f = e.measured.get("flops", {})
     large, mini, out = f.get("llama_2_7b", {}), f.get("mini", {}), [a]
     for part, claim, key, where in (
@@ -572,32 +542,29 @@ def operations(e: Evidence) -> list[Finding]:
         x = Finding(part, claim, unit="%")
         if f:
             judge(x, mini[key], .04)
-            # decoding does not route again
+            # a prompt is routed once, so a decoded token pays for the sites alone
             extra = (
-                large["128"]["extra"]
-                if key == "prompts"
+                large["128"]["extra"] if key == "prompts"
                 else large["1"]["sites"] / large["1"]["backbone"]
             )
             x.founding, x.command = HELD if extra < .04 else NOT_HELD, f["command"]
             x.told = _joined(
-                f"mean over one prompt of each of n tasks, {100 * max(mini[key]):.2f} % at " "most",
+                f"mean over one prompt of each of n tasks, {100 * max(mini[key]):.2f} % at most",
                 x.told,
                 f"Llama-2-7B by its shapes: {100 * extra:.2f} % with {where} "
                 f"token{'s' * (where > 1)} and {f['slots']} slots",
             )
         out.append(x)
+    # 5d: the worst case, in which no two rows share a slot
     d = Finding("5d", "… a batch of different tasks at once", unit="%")
     if f:
         m = mini["mixed_batch"]
         d.figure, d.n, d.command, d.here = (
-            m["extra"],
-            m["sequences"],
-            f["command"],
-            HELD if m["extra"] < 0.04 else NOT_HELD,
+            m["extra"], m["sequences"], f["command"], HELD if m["extra"] < .04 else NOT_HELD
         )
         worst = m["sequences"] * large["128"]["sites"] / large["128"]["backbone"]
         d.founding, d.told = (
-            HELD if worst < 0.04 else NOT_HELD,
+            HELD if worst < .04 else NOT_HELD,
             "one batch of n tasks, reading and 16 tokens; Llama-2-7B by its shapes: "
             f"{100 * worst:.2f} % if every row opened {f['slots']} slots of its own",
         )
@@ -607,48 +574,37 @@ def operations(e: Evidence) -> list[Finding]:
 def code(e: Evidence) -> list[Finding]:
     "Claim 6."
     p, out = e.measured.get("package", {}), []
+    # without the measurement a part stays not run
     def add(part, claim, figure, good, told, **kw):
         f = Finding(part, claim, **kw)
         if p:
             f.here = f.founding = HELD if good else NOT_HELD
             f.figure, f.told, f.command = figure, told, p["command"]
         out.append(f)
+    # lines of the method, with all options and for the default alone
     lines = {what: x["method"]["code"] for what, x in p.get("lines", {}).items()}
     shell = p.get("lines", {}).get("all", {}).get("shell", {}).get("code")
     whole, needed = lines.get("all"), lines.get("default")
     add(
-        "6a",
-        "The method is at most 400 lines of plain PyTorch, all options included",
-        whole,
-        p and whole <= 400,
-        f"the PEFT shell, {shell} lines, apart",
-        unit="lines",
+        "6a", "The method is at most 400 lines of plain PyTorch, all options included", whole,
+        p and whole <= 400, f"the PEFT shell, {shell} lines, apart", unit="lines",
     )
     add(
-        "6b",
-        "… what the default needs of it",
-        needed,
-        p and needed <= 400,
+        "6b", "… what the default needs of it", needed, p and needed <= 400,
         "functions that run in a stream of two tasks, without the file of the packed state",
         unit="lines",
     )
     add(
-        "6c",
-        "Installable with pip",
-        sum(p.get("files", {}).values()),
-        bool(p.get("wheel")),
-        "files in the wheel that pip built",
-        unit="files",
+        "6c", "Installable with pip", sum(p.get("files", {}).values()), bool(p.get("wheel")),
+        "files in the wheel that pip built", unit="files",
     )
+    # anything that would have to be compiled, in the wheel or by the code itself
     native = {
-        k: n
-        for k, n in p.get("files", {}).items()
+        k: n for k, n in p.get("files", {}).items()
         if k in (".cu", ".cuh", ".cpp", ".cc", ".c", ".so", ".pyx")
     }
     add(
-        "6d",
-        "No custom CUDA",
-        sum(native.values()) + len(p.get("kernels", ())),
+        "6d", "No custom CUDA", sum(native.values()) + len(p.get("kernels", ())),
         not native and not p.get("kernels"),
         "files of compiled languages in the wheel, and modules that build or load kernels",
         unit="files",
@@ -661,10 +617,13 @@ KEPT = {  # part of the packed state, or its first word → what it is computed 
     "usage": "training rows: on how many a slot acted",
     "current": "the order of tasks",
     "temperature": "a schedule",
-    "projector_triangle": "training rows: second moments of the router's features of every task's prompts",
+    "projector_triangle": "training rows: second moments of the router's features of every task's "
+    "prompts",
     "dictionary.gain": "training rows, by gradients",
-    "dictionary.read": "training rows, by gradients: singular vectors of a task's gradient, then trained",
-    "dictionary.write": "training rows, by gradients: singular vectors of a task's gradient, then trained",
+    "dictionary.read": "training rows, by gradients: singular vectors of a task's gradient, then "
+    "trained",
+    "dictionary.write": "training rows, by gradients: singular vectors of a task's gradient, then "
+    "trained",
     "router.w2": "training rows: keys from features of prompts, then trained",
     "router.prototypes": "instructions: their mean embeddings, in 8 bits",
     "router.prototype_scale": "instructions",
@@ -681,49 +640,45 @@ KEPT = {  # part of the packed state, or its first word → what it is computed 
     "tree": "atoms: cuts of the tree over them",
 }
 
+# %% ../../nbs/study/04_claims.ipynb #6226d122
 def kept_of_data(
     preset: str = "default",
 ) -> Table: # a row a part, the largest first
     """What is kept between tasks at d = 4096 and L = 32, with everything in use, and what it is
     computed from."""
+    # with every slot in use: the most that can be kept
     core = at_large_scale(preset).tuner.core()
     rows = []
     for name, size in packed_bytes(core, filled=fill_of(core, full=True)).items():
+        # a part by its full name, else by its first word
         source = KEPT.get(name, KEPT.get(name.split(".")[0]))
         if source is None:
             raise ValueError(
-                f"{name} is kept and the list of claim 7 does not say what it is computed "
-                "from: add it to claims.KEPT"
+                f"{name} is kept and the list of claim 7 does not say what it is computed from: "
+                "add it to claims.KEPT"
             )
         if size: rows.append([name, size, source])
     return Table(
-        f"{preset}: what is kept between tasks, in bytes at d = 4096, L = 32, and what it "
-        "is computed from",
-        ["part", "bytes", "computed from"],
-        sorted(rows, key=lambda r: -r[1]),
+        f"{preset}: what is kept between tasks, in bytes at d = 4096, L = 32, and what it is "
+        "computed from",
+        ["part", "bytes", "computed from"], sorted(rows, key=lambda r: -r[1]),
     )
 
 # %% ../../nbs/study/04_claims.ipynb #f4e60660
 def privacy(e: Evidence) -> list[Finding]:
     "Claim 7: a list, and no verdict."
     rows = kept_of_data().records()
+    # instructions count as well, though they are no rows
     share = sum(
-        r["bytes"]
-        for r in rows
+        r["bytes"] for r in rows
         if "training rows" in r["computed from"] or "instructions" in r["computed from"]
     ) / sum(r["bytes"] for r in rows)
-    return [
-        Finding(
-            "7",
-            "Data-free privacy",
-            here=NOT_TESTABLE,
-            figure=share,
-            unit="%",
-            told="share of the kept bytes that are computed from training rows or instructions; no "
-            "attack was tried",
-            command=ITSELF,
-        )
-    ]
+    return [Finding(
+        "7", "Data-free privacy", here=NOT_TESTABLE, figure=share, unit="%",
+        told="share of the kept bytes that are computed from training rows or instructions; no "
+        "attack was tried",
+        command=ITSELF,
+    )]
 
 # %% ../../nbs/study/04_claims.ipynb #a2eed357
 CLAIMS = (scores, storage, latency, norms, operations, code, privacy)
@@ -740,31 +695,18 @@ def claims_table(
     title: str = "Claims of Study 1, here and at the founding scale",
 ) -> Table: # a row a part
     "Verdicts with figure, interval, n and command."
+    # a dash where a finding has nothing to tell or no command
     rows = [
         [
-            f.part,
-            f.claim,
-            f.here,
-            *shown_figure(f),
-            f.n or None,
-            f.founding,
-            f.told or "–",
+            f.part, f.claim, f.here, *shown_figure(f), f.n or None, f.founding, f.told or "–",
             f"`{f.command}`" if f.command else "–",
-        ]
-        for f in found
+        ] for f in found
     ]
     return Table(
         title,
         [
-            "part",
-            "claim",
-            "here: mini world",
-            "figure",
-            "95 %",
-            "n",
-            "founding scale",
-            "how, and what else was seen",
-            "command",
+            "part", "claim", "here: mini world", "figure", "95 %", "n", "founding scale",
+            "how, and what else was seen", "command",
         ],
         rows,
     )
@@ -776,8 +718,7 @@ def verdict_counts(
     "How many parts got which verdict."
     count = lambda which, v: sum(getattr(f, which) == v for f in found)
     return Table(
-        f"{len(found)} parts of claims",
-        ["verdict", "here: mini world", "founding scale"],
+        f"{len(found)} parts of claims", ["verdict", "here: mini world", "founding scale"],
         [
             [v, count("here", v), count("founding", v)]
             for v in (HELD, NOT_HELD, NOT_TESTABLE, NOT_RUN)
@@ -795,6 +736,7 @@ def difference_told(
     "The paired difference in words, with its interval where there are ten pairs."
     pairs = sorted(ours.keys() & theirs.keys())
     d = np.array([ours[p]["summary"][metric] - theirs[p]["summary"][metric] for p in pairs])
+    # the cases in which no interval can be given, first
     if not len(d): return "not compared within pairs"
     told = f"by {abs(d.mean()):.3f} on average" if d.mean() else "the same on average"
     if len(d) < MAIN_PAIRS: return f"{told} (n = {len(d)}, too few for an interval)"
@@ -813,12 +755,12 @@ def sizes_told(
     whether that is below the question's limit."""
     said, mb = [], lambda x: "size not known" if x is None else f"{x:.2f} MB"
     for m in names:
+        # a method that is not known here has no size at the founding scale
         large = _large_mb(e.runs[m])
         said.append(
             f"{m} {mb(_mean_of(e.runs[m], 'adapter_mb'))} here, {mb(large)} at d = 4096"
             + (
-                ""
-                if large is None
+                "" if large is None
                 else ", below the limit" if large < QUESTION_MB else ", above the limit"
             )
         )
@@ -833,6 +775,7 @@ def _auc(runs): return _mean_of(runs, "retained_accuracy_auc")
 def _better_exploratory(methods, best):
     """The method with too few pairs for the comparison whose AUC is the furthest above the winner's
     on the same pairs; nothing where none is."""
+    # on the same pairs, or an easier order would look like a better method
     found = {}
     for m, runs in methods.items():
         shared = runs.keys() & best.keys()
@@ -854,16 +797,19 @@ def who_wins(
 ) -> str: # Markdown
     """The highest AUC first, whosever it is, then HIMALAYA against it and against the control, then
     their bytes."""
+    # references in parentheses, such as joint training, do not compete
     methods = {m: runs for m, runs in e.runs.items() if runs and not m.endswith(")")}
-    compared, ours = {m: runs for m, runs in methods.items() if len(runs) >= MAIN_PAIRS}, e.of(
-        "himalaya"
+    compared, ours = (
+        {m: runs for m, runs in methods.items() if len(runs) >= MAIN_PAIRS}, e.of("himalaya")
     )
+    # nothing is said to have won before there are enough pairs
     if not ours: return "The comparison was not run yet."
     if "himalaya" not in compared:
         return (
-            f"HIMALAYA has {len(ours)} of the {MAIN_PAIRS} (seed, order) pairs that the "
-            "comparison needs, so nothing is decided yet."
+            f"HIMALAYA has {len(ours)} of the {MAIN_PAIRS} (seed, order) pairs that the comparison "
+            "needs, so nothing is decided yet."
         )
+    # then the winner, whosever it is
     best = max(compared, key=lambda m: _auc(compared[m]))
     if best == "himalaya":
         out = [
@@ -876,6 +822,7 @@ def who_wins(
             f"HIMALAYA's {_auc(ours):.3f}; HIMALAYA is behind within pairs "
             f"{difference_told(ours, compared[best])}."
         ]
+    # the control answers whether sharing is worth more than a bank of the same bytes
     if control != best and (theirs := methods.get(control)):
         out.append(
             f"The control, {control}, which is to match HIMALAYA in bytes at d = 4096 and "
@@ -896,9 +843,8 @@ def main(
     "`python -m himalaya_hest.study.claims nbs/records [main]`: print the verdicts."
     if not 1 <= len(arguments) <= 2 or not Path(arguments[0]).is_dir():
         print(
-            "usage: python -m himalaya_hest.study.claims RECORDS [FOLDER], where RECORDS "
-            "is a folder of committed records (nbs/records) and FOLDER the comparison in "
-            "it (main)",
+            "usage: python -m himalaya_hest.study.claims RECORDS [FOLDER], where RECORDS is a "
+            "folder of committed records (nbs/records) and FOLDER the comparison in it (main)",
             file=sys.stderr,
         )
         return 2

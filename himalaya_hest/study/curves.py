@@ -28,17 +28,20 @@ def stopped_after(
     T, R = len(record["tasks"]), score_array(record)
     if not 1 <= n <= T:
         raise ValueError(f"run {record['run_id']!r} has {T} tasks, {n} were asked for")
+    # a stream of n tasks is evaluated after other tasks than a longer one
     wanted, there = set(evaluation_schedule(n)), set((evaluated_rows(R) + 1).tolist()) | {1}
     if missing := sorted(wanted - there):
         raise ValueError(
             f"run {record['run_id']!r} was not evaluated in full after tasks {missing}: "
             f"{n} tasks need that; run it with evaluation.after_tasks"
         )
+    # rows that n tasks would not have had are left out, as if they had never been measured
     kept = [
         [R[i, j] if j <= i and (i + 1 in wanted or i == j) else None for j in range(n)]
         for i in range(n)
     ]
     out = {k: (record.get(k) or [])[:n] for k in ("tasks", "dictionary", "kept_bytes")}
+    # a run that noted no sizes on its way has that at its end alone
     if not out["kept_bytes"] and n == T:
         out["kept_bytes"] = [None] * (n - 1) + [round(record["summary"]["adapter_mb"] * 1e6)]
     return record | out | dict(matrix=kept, summary=continual_summary(kept))
@@ -46,10 +49,8 @@ def stopped_after(
 # %% ../../nbs/study/02_curves.ipynb #5f591340
 LENGTHS = (10, 25, 50, 100)
 METRICS = {
-    "AUC": "retained_accuracy_auc",
-    "final": "average_accuracy",
-    "just learned": "just_learned_accuracy",
-    "forgotten": "average_forgetting",
+    "AUC": "retained_accuracy_auc", "final": "average_accuracy",
+    "just learned": "just_learned_accuracy", "forgotten": "average_forgetting",
 }
 
 def _point(record, large, n):
@@ -57,8 +58,7 @@ def _point(record, large, n):
     mini = short["kept_bytes"][-1] if short["kept_bytes"] else None
     free = short["dictionary"][-1]["free"] if short["dictionary"] else None
     return {k: short["summary"][v] for k, v in METRICS.items()} | {
-        "slots free": free,
-        "MB mini": None if mini is None else mini / 1e6,
+        "slots free": free, "MB mini": None if mini is None else mini / 1e6,
         "MB large": large_bytes(large, short) / 1e6,
     }
 
@@ -73,12 +73,13 @@ def curve_points(
         large = large_adapter(r)
         for n in (n for n in lengths if n <= len(r["tasks"])):
             found.setdefault((method_of(r), n), []).append(_point(r, large, n))
+    # a measure that one of the runs lacks has no mean
     mean = lambda rows, k: (
         None if any(row[k] is None for row in rows) else float(np.mean([row[k] for row in rows]))
     )
+    # by length, then by name with the numbers in it as numbers: K 40 before K 100
     by_size = lambda item: (
-        item[0][1],
-        [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0][0])],
+        item[0][1], [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0][0])]
     )
     return [
         dict(method=m, tasks=n, n=len(rows)) | {k: mean(rows, k) for k in rows[0]}
@@ -93,10 +94,9 @@ def curve_table(
     columns = ["tasks", "method", "n"] + list(METRICS) + ["slots free", "MB mini", "MB large"]
     rows = sorted(([p[c] for c in columns] for p in points), key=lambda r: (r[0], -r[3]))
     return Table(
-        "After so many tasks: scores, and MB kept (measured at the mini scale; computed "
-        "for d = 4096, 32 layers)",
-        columns,
-        rows,
+        "After so many tasks: scores, and MB kept (measured at the mini scale; computed for "
+        "d = 4096, 32 layers)",
+        columns, rows,
     )
 
 # %% ../../nbs/study/02_curves.ipynb #a41bb1f6
@@ -106,8 +106,9 @@ def crossing(
     theirs, # (m,) the other
 ) -> float | None: # None: no crossing in the range
     "The first x at which the curves meet, linear between the points."
-    x, d = np.asarray(x, dtype=float), np.asarray(ours, dtype=float) - np.asarray(
-        theirs, dtype=float
+    x, d = (
+        np.asarray(x, dtype=float),
+        np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float),
     )
     for i in range(len(x)):
         if d[i] == 0: return float(x[i])
@@ -121,14 +122,11 @@ CONTROL = "lora-bank"
 def _over_tasks(points, method, control, measure):
     "(tasks, method's values, control's values) where both are known."
     value = {(p["method"], p["tasks"]): p[measure] for p in points}
-    x = sorted(
-        {
-            p["tasks"]
-            for p in points
-            if value.get((method, p["tasks"])) is not None
-            and value.get((control, p["tasks"])) is not None
-        }
-    )
+    x = sorted({
+        p["tasks"] for p in points
+        if value.get((method, p["tasks"])) is not None
+        and value.get((control, p["tasks"])) is not None
+    })
     return x, [value[method, n] for n in x], [value[control, n] for n in x]
 
 # %% ../../nbs/study/02_curves.ipynb #e43af4a8
@@ -136,8 +134,7 @@ def _told(x, ours, theirs, names, unit, smaller=False):
     "One crossing in words: where, and who leads before and after."
     at, sign = crossing(x, ours, theirs), -1 if smaller else 1
     leads = lambda i: (
-        names[0]
-        if sign * (ours[i] - theirs[i]) > 0
+        names[0] if sign * (ours[i] - theirs[i]) > 0
         else names[1] if ours[i] != theirs[i] else "neither"
     )
     if at is None: return [None, f"none from {x[0]:.4g} to {x[-1]:.4g} {unit}: {leads(0)} leads"]
@@ -153,6 +150,7 @@ def crossing_table(
     methods, rows = list(dict.fromkeys(p["method"] for p in points)), []
     if control not in methods:
         raise ValueError(f"the control {control!r} is not among the methods {methods}")
+    # against tasks: every method with the control
     for measure in ("AUC", "final", "MB mini", "MB large"):
         for m in (m for m in methods if m != control):
             x, ours, theirs = _over_tasks(points, m, control, measure)
@@ -161,37 +159,30 @@ def crossing_table(
                     [f"{measure} against tasks", m]
                     + _told(x, ours, theirs, (m, control), "tasks", measure.startswith("MB"))
                 )
+    # against bytes: the family's sizes make the curve, the control's score is a level
     for mb in ("MB mini", "MB large"):
         for n in sorted({p["tasks"] for p in points}):
             curve = sorted(
-                (p[mb], p["AUC"])
-                for p in points
+                (p[mb], p["AUC"]) for p in points
                 if p["tasks"] == n and p["method"].startswith(family) and p[mb] is not None
             )
+            # the control has one size, so its curve is a level
             its = next(
                 (
-                    p
-                    for p in points
+                    p for p in points
                     if p["tasks"] == n and p["method"] == control and p[mb] is not None
                 ),
                 None,
             )
             if not curve or not its: continue
             told = _told(
-                [c[0] for c in curve],
-                [c[1] for c in curve],
-                [its["AUC"]] * len(curve),
-                (family, control),
-                "MB",
+                [c[0] for c in curve], [c[1] for c in curve], [its["AUC"]] * len(curve),
+                (family, control), "MB",
             )
-            rows.append(
-                [
-                    f"AUC of {n} tasks against {mb}",
-                    family,
-                    told[0],
-                    f"{told[1]}; {control} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}",
-                ]
-            )
+            rows.append([
+                f"AUC of {n} tasks against {mb}", family, told[0],
+                f"{told[1]}; {control} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}",
+            ])
     return Table(f"Crossings with {control}", ["curves", "method", "at", "who leads"], rows)
 
 # %% ../../nbs/study/02_curves.ipynb #cd7fea0c
@@ -203,11 +194,9 @@ def _looks(points, control):
     base = control.split(",")[0]
     return {
         m: dict(
-            marker=_MARKS[i % 6][0],
-            linestyle=_MARKS[i % 6][1],
+            marker=_MARKS[i % 6][0], linestyle=_MARKS[i % 6][1],
             color=MIDDLE if m.startswith(base) else DARK,
-        )
-        for i, m in enumerate(methods)
+        ) for i, m in enumerate(methods)
     }
 
 # %% ../../nbs/study/02_curves.ipynb #04be1a9a
@@ -218,6 +207,7 @@ def _short(method):
 def _apart(values, gap):
     "Positions at least `gap` apart, in the order of the values and near them."
     order, out = np.argsort(values, kind="stable"), np.array(values, dtype=float)
+    # pushing two apart may push one of them into a third, hence the repetition
     for _ in range(200):
         y = out[order]
         for i in range(len(y) - 1):
@@ -236,16 +226,14 @@ def _merged(rows):
             float(np.mean([v for v, _ in same])),
             "/".join([same[0][1]] + [n.removeprefix("K ") for _, n in same[1:]]) + f"  {text}",
             color,
-        )
-        for (text, color), same in out.items()
+        ) for (text, color), same in out.items()
     ]
 
 # %% ../../nbs/study/02_curves.ipynb #c5ab8f58
 _LABEL = dict(
-    fontsize=6.5,
-    va="center",
-    bbox=dict(boxstyle="square,pad=.08", facecolor="white", edgecolor="none", alpha=0.85),
-    arrowprops=dict(arrowstyle="-", color="#9aa3af", linewidth=0.5, shrinkA=0, shrinkB=2),
+    fontsize=6.5, va="center",
+    bbox=dict(boxstyle="square,pad=.08", facecolor="white", edgecolor="none", alpha=.85),
+    arrowprops=dict(arrowstyle="-", color="#9aa3af", linewidth=.5, shrinkA=0, shrinkB=2),
 )
 
 def _write_points(axes, x, rows, gap, shift, log=False):
@@ -265,22 +253,20 @@ def tasks_chart(
     distances."""
     looks, lengths = _looks(points, control), sorted({p["tasks"] for p in points})
     figure, grid = new_figure(7.6, 3.3 * len(measures) + .5, len(measures), sharex=True)
+    # a method keeps its look in all panels
     for (axes,), measure in zip(grid, measures):
         _tasks_panel(axes, [p for p in points if p[measure] is not None], measure, looks, lengths)
     axes.set_xticks(range(len(lengths)), lengths)
     axes.set_xlim(-.3, len(lengths) - .3)
     axes.set_xlabel("tasks learned one after another", fontsize=9)
+    # one legend, since all panels show the same methods
     figure.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
     )
     return Chart(
         (
-            "tasks"
-            if measures == ("AUC", "final")
+            "tasks" if measures == ("AUC", "final")
             else "tasks_" + "_".join(m.replace(" ", "_") for m in measures)
         ),
         figure,
@@ -294,21 +280,19 @@ def _tasks_panel(axes, points, measure, looks, lengths):
     for m, look in looks.items():
         line = [(lengths.index(p["tasks"]), p[measure]) for p in points if p["method"] == m]
         if line: axes.plot(*zip(*line), markersize=4.5, linewidth=1.2, label=m, **look)
+    # all texts of one length at once, so that they can be moved apart
     for i, n in enumerate(lengths):
         _write_points(
-            axes,
-            i,
+            axes, i,
             [
                 (p[measure], _short(p["method"]), f"{p[measure]:.2f}", looks[p["method"]]["color"])
-                for p in points
-                if p["tasks"] == n
+                for p in points if p["tasks"] == n
             ],
-            0.05 * _decades(points, measure) if mb else 0.055,
-            0.1,
-            mb,
+            .05 * _decades(points, measure) if mb else .055, .1, mb,
         )
     if mb: axes.set_yscale("log"); axes.margins(y=.12); axes.yaxis.set_major_formatter("{x:g}")
     else: axes.set_ylim(0, 1.08)
+    # the limit that the study's question sets
     if measure == "MB large":
         axes.axhline(2.5, color="black", linewidth=.8, linestyle=":", label="2.5 MB")
     axes.set_ylabel(_AXES.get(measure, f"{measure} (share of 1)"), fontsize=9)
@@ -319,8 +303,7 @@ def _decades(points, measure):
     return max(.5, float(np.ptp(np.log10([p[measure] for p in points])))) if points else 1.
 
 _AXES = {
-    "AUC": "AUC of retained accuracy\n(share of 1)",
-    "final": "mean score at the end\n(share of 1)",
+    "AUC": "AUC of retained accuracy\n(share of 1)", "final": "mean score at the end\n(share of 1)",
     "MB mini": "MB kept, mini backbone\n(measured)",
     "MB large": "MB kept, d = 4096, 32 layers\n(computed)",
 }
@@ -332,29 +315,23 @@ def _bytes_panel(axes, points, mb, measure, looks, control):
     plain_axes(axes)
     curve = sorted((p[mb], p[measure]) for p in points if p["method"].startswith("himalaya"))
     axes.plot(*zip(*curve), color=DARK, linewidth=1) if curve else None
+    # the control's level through the panel shows where the curve reaches it
     for p in points:
         axes.plot(
-            p[mb],
-            p[measure],
-            linestyle="none",
-            markersize=5,
-            zorder=5,
-            marker=looks[p["method"]]["marker"],
-            color=looks[p["method"]]["color"],
+            p[mb], p[measure], linestyle="none", markersize=5, zorder=5,
+            marker=looks[p["method"]]["marker"], color=looks[p["method"]]["color"],
             label=p["method"],
         )
         if p["method"] == control:
             axes.axhline(p[measure], color=MIDDLE, linewidth=.8, linestyle=":")
+    # texts to the left of points at the right edge, moved apart as in the other figure
     wide = max(p[mb] for p in points)
     for p, y in zip(points, _apart([p[measure] for p in points], .075)):
         right = p[mb] > .6 * wide
         axes.annotate(
-            f"{_short(p['method'])}  {p[measure]:.2f}",
-            (p[mb], p[measure]),
-            (p[mb] + (-0.05 if right else 0.05) * wide, y),
-            ha="right" if right else "left",
-            color=looks[p["method"]]["color"],
-            **_LABEL,
+            f"{_short(p['method'])}  {p[measure]:.2f}", (p[mb], p[measure]),
+            (p[mb] + (-.05 if right else .05) * wide, y), ha="right" if right else "left",
+            color=looks[p["method"]]["color"], **_LABEL,
         )
     axes.set_xlim(0, 1.12 * wide)
     axes.set_ylim(0, 1.08)
@@ -368,9 +345,10 @@ def bytes_chart(
     """The measure against MB kept: the upper row measured at the mini scale, the lower computed for
     d = 4096 and 32 layers."""
     looks, lengths = _looks(points, control), sorted({p["tasks"] for p in points})
+    # records without sizes noted have the computed row alone
     sizes = [mb for mb in ("MB mini", "MB large") if any(p[mb] is not None for p in points)]
     figure, grid = new_figure(
-        2.5 * len(lengths) + 0.6, 2.9 * len(sizes) + 0.5, len(sizes), len(lengths)
+        2.5 * len(lengths) + .6, 2.9 * len(sizes) + .5, len(sizes), len(lengths)
     )
     for row, mb in zip(grid, sizes):
         for axes, n in zip(row, lengths):
@@ -379,13 +357,10 @@ def bytes_chart(
             axes.set_title(f"{n} tasks", fontsize=9)
             axes.set_xlabel(_AXES[mb].replace("\n", " "), fontsize=7.5)
         row[0].set_ylabel(_AXES.get(measure, measure), fontsize=9)
+    # panels repeat their labels; the legend has each of them once
     handles = dict(zip(*grid[0][0].get_legend_handles_labels()[::-1]))
     figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=3,
-        fontsize=7.5,
+        handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=7.5,
         frameon=False,
     )
     return Chart(f"bytes_{measure.replace(' ', '_')}", figure)

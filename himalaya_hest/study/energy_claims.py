@@ -25,7 +25,7 @@ from .claims import Finding, shown_figure
 from ..hest.controller import FactorisedController, UnfactorisedController
 from .energy_standings import score_of
 from himalaya_hest.compare.pairs import (
-    bca_interval, by_pair, effect_size, holm, is_number, median_interval, sign_flip_p,
+    bca_interval, by_pair, effect_size, holm, is_number, median_interval, sign_flip_p
 )
 from ..measures.records import Table, run_role
 from ..compare.figures import DARK, MIDDLE, Chart, new_figure, plain_axes
@@ -44,31 +44,35 @@ class EnergyEvidence:
     measured: dict = field(default_factory=dict) # benchmark → its record
     # of the directions, of the blocks
     grids: tuple = ("cnndm", "cnndm_blocks", "cnndm_pareto", "cnndm_pairs")
+
+    # methods are found by their adapter, for their names hold settings as well
     def named(self, adapter: str, scope: str = "blocks") -> list[str]:
         "The methods whose runs are of this adapter."
         return [
-            m
-            for m, runs in getattr(self, scope).items()
+            m for m, runs in getattr(self, scope).items()
             if next(iter(runs.values()))["config"]["adapter"] == adapter
         ]
+
     def is_part(self, method: str) -> bool:
         "Whether a method over blocks is proposed or a rival, and no ablation."
         return run_role(next(iter(self.blocks[method].values()))) != "ablation"
+
     def proposed(self) -> list[str]:
         "The settings of HEST over blocks that are no ablations."
         return [m for m in self.named("hest") if self.is_part(m)]
+
+    # every figure of the page has the command that makes it
     def command(self, *names, scope: str = "blocks") -> str:
         "What makes the runs of these methods; of none, the grid that would."
         there = dict.fromkeys(
-            r["command"]
-            for n in names
-            for r in getattr(self, scope).get(n, {}).values()
+            r["command"] for n in names for r in getattr(self, scope).get(n, {}).values()
             if "command" in r
         )
         return (
             "; ".join(there)
             or f"python bench/grid.py bench/grids/{self.grids[scope == 'blocks']}.yaml"
         )
+
     def bench(self, name: str) -> str:
         return self.measured.get(name, {}).get("command", f"python bench/{name}.py")
 
@@ -77,12 +81,8 @@ def _same_run(record):
     c = record["config"]
     return json.dumps(
         [
-            c["adapter"],
-            c.get("preset"),
-            c.get("adapter_config"),
-            c.get("training"),
-            c.get("seed"),
-            c.get("order_seed"),
+            c["adapter"], c.get("preset"), c.get("adapter_config"), c.get("training"),
+            c.get("seed"), c.get("order_seed"),
         ],
         sort_keys=True,
     )
@@ -101,15 +101,16 @@ def read_energy_evidence(
     folder = Path(folder)
     read = lambda path: json.loads(path.read_text(encoding="utf-8"))
     of = lambda name: [read(p) for p in sorted((folder / name).glob("*.json"))]
+    # grids share runs; each counts once, as the first of them has it
     runs = {}
     for r in (r for b in blocks for r in of(b)): runs.setdefault(_same_run(r), r)
     found = [by_pair(rs) if rs else {} for rs in (of(directions), list(runs.values()))]
     e = EnergyEvidence(
-        *found,
-        hest,
+        *found, hest,
         {p.stem: read(p) for b in BENCHMARKS for p in sorted(folder.glob(f"{b}.json"))},
         (directions, *blocks),
     )
+    # a name may come from the command line, so a misspelled one is told
     if hest and hest not in e.blocks:
         raise ValueError(
             f"no runs of {hest!r} in {', '.join(blocks)}; of HEST there are: "
@@ -129,6 +130,7 @@ def made_up_energy(
     out = {}
     for name, (adapter, config, score, energy) in methods.items():
         for i in range(n):
+            # pairs differ, and methods within pairs, so that intervals are not empty
             wave = .01 * math.sin(3 * i + len(name))
             out.setdefault(name, {})[i, i] = dict(
                 run_id=f"{name}-{i}",
@@ -136,6 +138,7 @@ def made_up_energy(
                 command="python bench/grid.py made_up.yaml",
                 matrix=[[score]],
                 tasks=["t"],
+                # all of one world, or they could not be compared
                 world=dict(digest="w", stream="toy"),
                 config=dict(
                     adapter=adapter,
@@ -147,7 +150,7 @@ def made_up_energy(
                     e_max=config.get("e_max"),
                 ),
                 summary=dict(
-                    rougeL=score + 0.02 * math.cos(i) + wave,
+                    rougeL=score + .02 * math.cos(i) + wave,
                     energy_share=energy * (1 + wave),
                     scope_energy_share=scope_share,
                     scope_energy_share_max=1.5 * scope_share,
@@ -156,8 +159,9 @@ def made_up_energy(
                     joules_source="modelled: x",
                 )
                 | summary,
+                # the samples spread around the mean, so that the largest of them is another figure
                 energy=dict(
-                    scope_energy_share=[0.5 * scope_share, 1.5 * scope_share],
+                    scope_energy_share=[.5 * scope_share, 1.5 * scope_share],
                     energy_share=[energy] * 2,
                 ),
             )
@@ -185,7 +189,7 @@ def interval_of(
     values, # (n,) one a pair
 ) -> tuple[float, float, float]: # mean, and its BCa interval: nan with fewer than ten pairs
     "Mean and interval over pairs, where there are enough for a verdict."
-    # ratios that are equal but for the last digit
+    # rounded, for ratios that differ in the last digit alone have no interval
     return float(np.mean(values)), *(
         bca_interval(np.round(values, 12)) if len(values) >= MAIN_PAIRS else (math.nan, math.nan)
     )
@@ -198,8 +202,7 @@ def shared(
 ) -> tuple[np.ndarray, np.ndarray]: # ours, theirs, of the pairs that both have
     "Values of the summary within pairs."
     found = [
-        (a, b)
-        for p in sorted(ours.keys() & theirs.keys())
+        (a, b) for p in sorted(ours.keys() & theirs.keys())
         if is_number(a := ours[p]["summary"].get(key))
         and is_number(b := theirs[p]["summary"].get(key))
     ]
@@ -217,21 +220,23 @@ def time_ratio(
     theirs: str,
     batch_size: int = 1,
     phase: str = "answer", # or prefill, decode
-) -> tuple[float, float, float] | None: # median over rounds with its interval; None where one of them was not measured
+) -> tuple[float, float, float] | None: # median over rounds with its interval; None if not measured
     "Measured time of one method over that of another, trained gates on the study's backbone."
+    # the times of each round, by run or, of the bare backbone, by name
     rounds = {}
     for r in e.measured.get("answer_time", {}).get("rows", []):
         if (r["batch_size"], r["phase"]) == (batch_size, phase):
             rounds[r["run_id"] or r["method"]] = r["ms_rounds"]
+    # a method is there by its own name or by one of its runs
     of = lambda m: next(
         (
-            rounds[i]
-            for i in [m, *(r["run_id"] for r in e.blocks.get(m, {}).values())]
+            rounds[i] for i in [m, *(r["run_id"] for r in e.blocks.get(m, {}).values())]
             if i in rounds
         ),
         None,
     )
     if (a := of(ours)) is None or (b := of(theirs)) is None: return None
+    # within rounds, so that a busy machine slows both
     ratios = np.array(a) / np.array(b)
     return float(np.median(ratios)), *median_interval(ratios)
 
@@ -251,14 +256,18 @@ class Duel:
     energy: tuple[float, float, float] # ratio of energy: mean, interval
     time: tuple[float, float, float] | None # ratio of measured time at batch 1
     margin: float
+
+    # the rules: lower end of the score, upper ends of energy and time
     @property
     def as_good(self) -> str: return ruled(*self.difference[1:], -self.margin, above=True)
     @property
     def cheaper(self) -> str: return ruled(*self.energy[1:], LESS)
     @property
     def faster(self) -> str: return CANNOT if self.time is None else ruled(*self.time[1:], LESS)
+
     def earned(self, by: str = "cheaper") -> str: # or faster
         "Whether the controller has earned its place against this opponent."
+        # without enough pairs, or the measurement, there is no verdict to give
         if self.n < MAIN_PAIRS or by == "faster" and self.time is None: return CANNOT
         return HOLDS if (self.as_good, getattr(self, by)) == (HOLDS, HOLDS) else FAILS
 
@@ -277,18 +286,9 @@ def duel(
     u, v = shared(a, b, "energy_share")
     p = sign_flip_p(x - y) if len(x) >= MAIN_PAIRS else math.nan
     return Duel(
-        ours,
-        theirs,
-        mask or theirs,
-        len(x),
-        (float(x.mean()), float(y.mean())),
-        interval_of(x - y),
-        p,
-        effect_size(x - y),
-        (float(u.mean()), float(v.mean())),
-        interval_of(u / v),
-        time_ratio(e, ours, theirs),
-        margin_of(a),
+        ours, theirs, mask or theirs, len(x), (float(x.mean()), float(y.mean())),
+        interval_of(x - y), p, effect_size(x - y), (float(u.mean()), float(v.mean())),
+        interval_of(u / v), time_ratio(e, ours, theirs), margin_of(a),
     )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #8d884bb9
@@ -301,16 +301,16 @@ def cheapest_as_good(
 ) -> str | None: # the opponent; None where nothing can be compared
     """The cheapest setting of a mask that is not shown to be worse than ours by more than the
     margin; of none, the best one."""
+    # uniform int8 counts as a setting of every mask
     found = [d for m in [*e.named(mask), *e.named("int8")] if (d := duel(e, ours, m))]
     if not any(d.opponent in e.named(mask) for d in found): return None
+    # not shown to be worse: the lower end of the interval, or the mean where there is none
     good = [
-        d
-        for d in found
+        d for d in found
         if (d.difference[1] if is_number(d.difference[1]) else d.difference[0]) <= d.margin
     ]
     return (
-        min(good, key=lambda d: d.shares[1]).opponent
-        if good
+        min(good, key=lambda d: d.shares[1]).opponent if good
         else min(found, key=lambda d: d.difference[0]).opponent
     )
 
@@ -331,55 +331,25 @@ def verdict_table(
     found: list[Duel],
 ) -> Table: # a row an opponent
     "The comparison behind the verdict."
+    # of a duel without measured time the last columns stay empty
     rows = [
         [
-            d.mask,
-            d.opponent,
-            d.n,
-            *d.scores,
-            *d.difference,
-            p,
-            d.d_z,
-            d.as_good,
-            *d.shares,
-            *d.energy,
-            d.cheaper,
-            *(d.time or [None] * 3),
-            d.faster,
-            d.earned(),
-        ]
-        for d, p in zip(found, _corrected([d.p for d in found]))
+            d.mask, d.opponent, d.n, *d.scores, *d.difference, p, d.d_z, d.as_good, *d.shares,
+            *d.energy, d.cheaper, *(d.time or [None] * 3), d.faster, d.earned(),
+        ] for d, p in zip(found, _corrected([d.p for d in found]))
     ]
+    # in the order of the row's values
     columns = [
-        "against",
-        "its setting",
-        "n",
-        "ROUGE-L",
-        "theirs",
-        "difference",
-        "95 % from",
-        "to",
-        "p (Holm)",
-        "d_z",
-        "as good",
-        "energy share",
-        "their share",
-        "ratio",
-        "ratio from",
-        "ratio to",
-        "10 % less energy",
-        "time ratio",
-        "time from",
-        "time to",
-        "10 % less time",
+        "against", "its setting", "n", "ROUGE-L", "theirs", "difference", "95 % from", "to",
+        "p (Holm)", "d_z", "as good", "energy share", "their share", "ratio", "ratio from",
+        "ratio to", "10 % less energy", "time ratio", "time from", "time to", "10 % less time",
         "earned by energy",
     ]
     return Table(
-        f"{found[0].method if found else 'HEST'} within n pairs: as good where the "
-        f"difference is at least −{found[0].margin if found else .03}; energy modelled, "
-        "end to end; time measured at batch 1",
-        columns,
-        rows,
+        f"{found[0].method if found else 'HEST'} within n pairs: as good where the difference is "
+        f"at least −{found[0].margin if found else .03}; energy modelled, end to end; time "
+        "measured at batch 1",
+        columns, rows,
     )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #0a5f129c
@@ -393,15 +363,16 @@ def _corrected(p):
 # %% ../../nbs/study/05_energy_claims.ipynb #0cf679f8
 def _range(x, signed=False):
     sign = "+" if signed else ""
-    return f"{x[0]:{sign}.3f}" + (
-        "" if math.isnan(x[1]) else f" [{x[1]:{sign}.3f}, {x[2]:{sign}.3f}]"
+    return (
+        f"{x[0]:{sign}.3f}"
+        + ("" if math.isnan(x[1]) else f" [{x[1]:{sign}.3f}, {x[2]:{sign}.3f}]")
     )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #edc8b830
 def _against(d, by):
     "One opponent, in words."
     whom = (
-        "uniform int8"
-        if d.mask == "int8"
+        "uniform int8" if d.mask == "int8"
         else f"{d.mask} (its cheapest not shown to be worse: {d.opponent})"
     )
     ratio = d.energy if by == "cheaper" else d.time
@@ -419,21 +390,21 @@ def verdict_told(
     "Whether the controller earns its place, against what and by how much."
     if ours and ours not in e.blocks:
         raise ValueError(
-            f"no method over blocks is called {ours!r}; there are "
-            f"{', '.join(e.blocks) or 'none'}"
+            f"no method over blocks is called {ours!r}; there are {', '.join(e.blocks) or 'none'}"
         )
+    # without any opponent there is no verdict
     ours = ours or e.hest
     found, wanted = duels(e, ours), {"int8", *MASKS}
     if not found:
         return (
-            "Whether the controller earns its place **cannot be told**: HEST over blocks "
-            f"and masks without a controller were not run yet (`{e.command()}`)."
+            "Whether the controller earns its place **cannot be told**: HEST over blocks and masks "
+            f"without a controller were not run yet (`{e.command()}`)."
         )
     missing, out = sorted(wanted - {d.mask for d in found}), []
     for by, unit in (
-        ("cheaper", "modelled energy"),
-        ("faster", f"measured time at d = {_width(e)}"),
+        ("cheaper", "modelled energy"), ("faster", f"measured time at d = {_width(e)}")
     ):
+        # time may have been measured for some of the opponents alone
         part = [d for d in found if by == "cheaper" or d.time]
         if not part:
             out.append(
@@ -441,14 +412,13 @@ def verdict_told(
                 f"(`{e.bench('answer_time')}`)."
             )
             continue
+        # one opponent that is not beaten decides; a missing one leaves it open
         said = {d.earned(by) for d in part}
         verdict = (
-            "does not earn its place"
-            if FAILS in said
+            "does not earn its place" if FAILS in said
             else (
                 "cannot be told to earn its place"
-                if CANNOT in said or missing or len(part) < len(found)
-                else "earns its place"
+                if CANNOT in said or missing or len(part) < len(found) else "earns its place"
             )
         )
         out.append(
@@ -481,16 +451,16 @@ def settings_of(
     """The settings of a mask, and uniform int8, on the upper hull of mean score over mean energy:
     any other is below one that is no dearer, or below a mixture of two."""
     names, hull = [*e.named(mask), *e.named("int8")[:1]], []
+    # by energy; uniform int8 may stand in for a setting of the mask
     points = sorted(
         (
             _mean(e.blocks[m], "energy_share"),
-            _mean(e.blocks[m], score_of(list(e.blocks[m].values()))),
-            m,
-        )
-        for m in names
+            _mean(e.blocks[m], score_of(list(e.blocks[m].values()))), m,
+        ) for m in names
     )
     best = max((y for _, y, _ in points), default=0)
     for x, y, m in points:
+        # a point below the line from its neighbour before to the new one is no longer on the hull
         while hull and (
             hull[-1][0] == x
             or len(hull) > 1
@@ -516,12 +486,13 @@ def equal_energy(
     e: EnergyEvidence,
     ours: str,
     mask: str, # adapter
-) -> tuple[np.ndarray, np.ndarray]: # our score and the mask's at our energy, of each pair in which they can be compared
+) -> tuple[np.ndarray, np.ndarray]: # our score, the mask's at our energy, by pair
     "Scores at one energy within pairs."
     names, runs = settings_of(e, mask), e.blocks.get(ours, {})
     score = score_of(list(runs.values())) if runs else ""
     of = lambda r: (r["summary"]["energy_share"], r["summary"][score])
     found = []
+    # a line needs two settings, all of them run in this pair
     for pair, r in runs.items():
         if len(names) < 2 or not all(pair in e.blocks[m] for m in names): continue
         if (theirs := mask_at([of(e.blocks[m][pair]) for m in names], of(r)[0])) is not None:
@@ -536,39 +507,23 @@ def equal_energy_table(
     rows = []
     for m in sorted(e.proposed(), key=lambda m: _mean(e.blocks[m], "energy_share")):
         for mask in MASKS:
+            # a setting below the mask's cheapest has nothing to be held against
             a, b = equal_energy(e, m, mask)
             if not len(a): continue
             d = a - b
-            rows.append(
-                [
-                    m,
-                    mask,
-                    len(d),
-                    _mean(e.blocks[m], "energy_share"),
-                    float(a.mean()),
-                    float(b.mean()),
-                    *interval_of(d),
-                    sign_flip_p(d) if len(d) >= MAIN_PAIRS else math.nan,
-                    effect_size(d),
-                    ruled(*interval_of(d)[1:], 0.0, above=True),
-                ]
-            )
+            rows.append([
+                m, mask, len(d), _mean(e.blocks[m], "energy_share"), float(a.mean()),
+                float(b.mean()), *interval_of(d),
+                sign_flip_p(d) if len(d) >= MAIN_PAIRS else math.nan, effect_size(d),
+                ruled(*interval_of(d)[1:], 0.0, above=True),
+            ])
+    # corrected once all rows are known
     for row, p in zip(rows, _corrected([r[9] for r in rows])): row[9] = p
     return Table(
         "HEST and a mask of the same modelled energy, within n pairs",
         [
-            "HEST",
-            "mask",
-            "n",
-            "energy share",
-            "ROUGE-L",
-            "mask's",
-            "difference",
-            "95 % from",
-            "to",
-            "p (Holm)",
-            "d_z",
-            "above the mask",
+            "HEST", "mask", "n", "energy share", "ROUGE-L", "mask's", "difference", "95 % from",
+            "to", "p (Holm)", "d_z", "above the mask",
         ],
         rows,
     )
@@ -578,8 +533,7 @@ def _mean(runs, key): return float(np.mean([r["summary"][key] for r in runs.valu
 # %% ../../nbs/study/05_energy_claims.ipynb #d5790766
 def pareto_points(
     e: EnergyEvidence,
-    # or time: measured, of an answer at batch 1 over the bare backbone in fp32; time 8: at batch
-    # 8
+    # or time: measured, of an answer at batch 1 over the bare backbone in fp32; time 8: at batch 8
     x: str = "energy_share",
     ablations: bool = False, # with those, too
 ) -> list[dict]: # curve, method, n, x, and the score with its interval
@@ -589,24 +543,24 @@ def pareto_points(
         if not ablations and not e.is_part(m): continue
         score = score_of(list(runs.values()))
         y = [r["summary"][score] for r in runs.values()]
+        # energy has its interval over pairs, time over rounds
         if x == "energy_share":
             where = (
                 _mean(runs, x),
                 *bca_interval(np.round([r["summary"][x] for r in runs.values()], 12)),
             )
         elif (where := time_ratio(e, m, "fp32", 8 if x.endswith("8") else 1)) is None: continue
-        out.append(
-            dict(
-                curve=curve_of(m),
-                method=m,
-                n=len(y),
-                x=where[0],
-                x_low=where[1],
-                x_high=where[2],
-                score=float(np.mean(y)),
-                **dict(zip(("low", "high"), bca_interval(y))),
-            )
-        )
+        # score and x each have an interval, for both axes
+        out.append(dict(
+            curve=curve_of(m),
+            method=m,
+            n=len(y),
+            x=where[0],
+            x_low=where[1],
+            x_high=where[2],
+            score=float(np.mean(y)),
+            **dict(zip(("low", "high"), bca_interval(y))),
+        ))
     return sorted(out, key=lambda p: (p["curve"], p["x"]))
 
 # %% ../../nbs/study/05_energy_claims.ipynb #91839ca0
@@ -618,42 +572,25 @@ def pareto_table(
     int8, rows = next(iter(e.named("int8")), ""), []
     for p in pareto_points(e, ablations=True):
         d, one, many = (
-            duel(e, p["method"], int8),
-            time_ratio(e, p["method"], "fp32"),
+            duel(e, p["method"], int8), time_ratio(e, p["method"], "fp32"),
             time_ratio(e, p["method"], "fp32", 8),
         )
+        # uniform int8 is not held against itself
         keeps = None if p["method"] == int8 or d is None else d.as_good
-        rows.append(
-            [
-                p["curve"],
-                ", ".join(x for x in p["method"].split(", ") if x not in p["curve"].split(", "))
-                or "–",
-                p["n"],
-                p["x"],
-                p["score"],
-                p["low"],
-                p["high"],
-                d and d.difference[0],
-                keeps,
-                one and one[0],
-                many and many[0],
-            ]
-        )
+        # the setting is what the curve's name leaves out
+        rows.append([
+            p["curve"],
+            ", ".join(x for x in p["method"].split(", ") if x not in p["curve"].split(", "))
+            or "–",
+            p["n"], p["x"], p["score"], p["low"], p["high"], d and d.difference[0], keeps,
+            one and one[0], many and many[0],
+        ])
     return Table(
-        "Settings over n pairs; energy modelled, end to end; time of an answer over the "
-        "bare backbone's in fp32",
+        "Settings over n pairs; energy modelled, end to end; time of an answer over the bare "
+        "backbone's in fp32",
         [
-            "method",
-            "setting",
-            "n",
-            "energy share",
-            "ROUGE-L",
-            "95 % from",
-            "to",
-            "less int8's",
-            "keeps the margin",
-            "time, batch 1",
-            "time, batch 8",
+            "method", "setting", "n", "energy share", "ROUGE-L", "95 % from", "to", "less int8's",
+            "keeps the margin", "time, batch 1", "time, batch 8",
         ],
         rows,
     )
@@ -676,6 +613,7 @@ _LOOKS = [
     ("#c48a56", ">", "-"),
 ]
 
+# %% ../../nbs/study/05_energy_claims.ipynb #20c58dc3
 def pareto_curve(
     e: EnergyEvidence,
     x: str = "energy_share", # or time, time 8
@@ -688,6 +626,7 @@ def pareto_curve(
             f"no run has {x!r}: run "
             f"{e.bench('answer_time') if x != 'energy_share' else e.command()}"
         )
+    # room below for a legend of two columns
     names = list(dict.fromkeys(p["curve"] for p in points))
     figure, ((axes,),) = new_figure(7.6, 4.6 + .18 * -(-len(names) // 2))
     plain_axes(axes)
@@ -696,28 +635,20 @@ def pareto_curve(
         of = [p for p in points if p["curve"] == name]
         at, y, low, high = (np.array([p[k] for p in of]) for k in ("x", "score", "low", "high"))
         axes.plot(
-            at,
-            y,
-            color=color,
-            marker=marker,
-            markersize=5,
-            linestyle=style if len(of) > 1 else "none",
-            linewidth=1.4,
+            at, y, color=color, marker=marker, markersize=5,
+            linestyle=style if len(of) > 1 else "none", linewidth=1.4,
             label=f"{name} (n = {min(p['n'] for p in of)})",
         )
+        # with few pairs there is no interval to draw
         if np.isnan(low).any(): pass
         elif len(of) > 1: axes.fill_between(at, low, high, color=color, alpha=.14, linewidth=0)
         else: axes.errorbar(at, y, [y - low, high - y], color=color, linewidth=1, capsize=3)
         for a, b in zip(at, y):
             axes.annotate(
-                f"{b:.2f}",
-                (a, b),
-                (0, 6),
-                textcoords="offset points",
-                ha="center",
-                fontsize=6.5,
+                f"{b:.2f}", (a, b), (0, 6), textcoords="offset points", ha="center", fontsize=6.5,
                 color=color,
             )
+    # left of the line an answer is faster than the backbone's own
     if x != "energy_share": axes.axvline(1., color="black", linewidth=.7, linestyle=":")
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.05 * float(np.nanmax([p[k] for p in points for k in ("score", "high")])))
@@ -739,9 +670,7 @@ def main_method(
     return min(
         e.named(adapter, scope),
         key=lambda m: (
-            run_role(next(iter(runs[m].values()))) == "ablation",
-            -len(runs[m]),
-            "published" in m,
+            run_role(next(iter(runs[m].values()))) == "ablation", -len(runs[m]), "published" in m,
             m.count(","),
         ),
         default="",
@@ -763,15 +692,15 @@ def _said(f, n, found, here, *told, unit=""):
 def scores_and_savings(e: EnergyEvidence) -> list[Finding]:
     "Claim 1: HEST and TABS in equal scopes."
     out = []
-    # over blocks the scope is the whole forward pass
+    # over blocks the scope is the whole forward pass, so there are two parts instead of three
     for scope, parts in dict(
         directions=dict(a="a", b="b", c="c"), blocks=dict(a="d", c="e")
     ).items():
         ours, theirs = main_method(e, "hest", scope), main_method(e, "tabs", scope)
         claims = dict(
             a="ROUGE-L equal to TABS'",
-            b="at least 40 % less of the directions' energy than TABS (a setting: the budget "
-            "is .6 of TABS' mean)",
+            b="at least 40 % less of the directions' energy than TABS (a setting: the budget is .6 "
+            "of TABS' mean)",
             c="at least 40 % less energy of the whole forward pass than TABS",
         )
         fs = {
@@ -779,34 +708,24 @@ def scores_and_savings(e: EnergyEvidence) -> list[Finding]:
             for l, number in parts.items()
         }
         out += fs.values()
+        # the parts are listed even where nothing was run
         if not (d := duel(e, ours, theirs, scope=scope)): continue
         _said(
-            fs["a"],
-            d.n,
-            d.difference,
-            d.as_good,
+            fs["a"], d.n, d.difference, d.as_good,
             f"{d.scores[0]:.3f} of {ours} against {d.scores[1]:.3f} of {theirs}",
-            f"held to −{d.margin}",
-            f"p {d.p:.3f}" * is_number(d.p),
+            f"held to −{d.margin}", f"p {d.p:.3f}" * is_number(d.p),
         )
         _said(
-            fs["c"],
-            d.n,
-            d.energy,
-            ruled(*d.energy[1:], 0.6),
-            f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}",
-            "held to .6",
+            fs["c"], d.n, d.energy, ruled(*d.energy[1:], .6),
+            f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}", "held to .6",
         )
+        # the directions' own energy, of the same pairs
         if "b" not in fs: continue
         u, v = shared(getattr(e, scope)[ours], getattr(e, scope)[theirs], "scope_energy_share")
         ratio = interval_of(u / v)
         _said(
-            fs["b"],
-            d.n,
-            ratio,
-            ruled(*ratio[1:], 0.6),
-            f"ratio of {u.mean():.3f} to {v.mean():.3f}",
-            "held to .6",
+            fs["b"], d.n, ratio, ruled(*ratio[1:], .6),
+            f"ratio of {u.mean():.3f} to {v.mean():.3f}", "held to .6",
         )
     return out
 
@@ -817,24 +736,21 @@ def latencies(e: EnergyEvidence) -> list[Finding]:
     for part, scope in (("2a", "directions"), ("2b", "blocks")):
         theirs = main_method(e, "tabs", scope)
         f = _finding(
-            e,
-            part,
+            e, part,
             f"p99 of a sample's latency 35 % below that with TABS over {scope}"
             + " (every block in fp)" * (scope == "directions"),
             (ours,),
         )
+        # the part is listed even where nothing was run
         out.append(f)
         if not ours or not theirs: continue
+        # a median with its own interval, since a busy machine may spoil a pair
         a, b = shared(e.blocks[ours], getattr(e, scope)[theirs], "latency_p99_ms")
         if not len(a): f.told = "latency was not measured"; continue
         low, high = median_interval(a / b) if len(a) >= MAIN_PAIRS else (math.nan, math.nan)
         _said(
-            f,
-            len(a),
-            (float(np.median(a / b)), low, high),
-            ruled(low, high, 0.65),
-            f"median ratio of {np.median(a):.1f} ms to {np.median(b):.1f} ms",
-            "held to .65",
+            f, len(a), (float(np.median(a / b)), low, high), ruled(low, high, .65),
+            f"median ratio of {np.median(a):.1f} ms to {np.median(b):.1f} ms", "held to .65",
         )
     return out
 
@@ -862,12 +778,11 @@ def controllers(e: EnergyEvidence) -> list[Finding]:
     for scope, letters in (("directions", "ab"), ("blocks", "cd")):
         ours, theirs = main_method(e, "hest", scope), main_method(e, "tabs", scope)
         f = _finding(
-            e,
-            f"3{letters[0]}",
+            e, f"3{letters[0]}",
             f"Gates over {scope}: at least 90 % fewer controller parameters than TABS",
-            (ours, theirs),
-            scope,
+            (ours, theirs), scope,
         )
+        # the largest of any run, and 0 where none noted it
         a, b = (
             max(
                 (
@@ -875,17 +790,14 @@ def controllers(e: EnergyEvidence) -> list[Finding]:
                     for r in getattr(e, scope).get(m, {}).values()
                 ),
                 default=0,
-            )
-            for m in (ours, theirs)
+            ) for m in (ours, theirs)
         )
         g = Finding(f"3{letters[1]}", "… at the size of Llama-2-7B, by shapes", command=ITSELF)
+        # the same rule for what was trained and for what follows from shapes
         for x, (a, b), n in ((f, (a, b), 1), (g, controller_numbers(scope, **FOUNDING), 0)):
             if a and b:
                 x.figure, x.n, x.here, x.unit, x.told = (
-                    1 - a / b,
-                    n,
-                    HOLDS if a <= 0.1 * b else FAILS,
-                    "%",
+                    1 - a / b, n, HOLDS if a <= .1 * b else FAILS, "%",
                     f"{a:,} against {b:,}" + ", less than none is saved" * (a > b),
                 )
         out += [f, g]
@@ -905,31 +817,25 @@ def _bounded(record):
 # %% ../../nbs/study/05_energy_claims.ipynb #6176954a
 def bound_kept(e: EnergyEvidence, scope: str, part: str) -> Finding:
     "HEST's largest sample over its bound, over all settings of HEST with a bucket."
+    # runs with a bucket and a bound, whose samples were measured one by one
     runs = [
-        (m, r)
-        for m in e.named("hest", scope)
-        for r in getattr(e, scope)[m].values()
+        (m, r) for m in e.named("hest", scope) for r in getattr(e, scope)[m].values()
         if _bounded(r) and r["config"].get("e_max") and r["energy"].get("scope_energy_share")
     ]
     f = _finding(
-        e,
-        part,
-        f"Gates over {scope}: HEST never above E_max",
-        {m: 0 for m, _ in runs},
-        scope,
+        e, part, f"Gates over {scope}: HEST never above E_max", {m: 0 for m, _ in runs}, scope,
         unit="of E_max",
     )
     if runs:
+        # each run by its own bound
         use = {
             r["run_id"]: max(
                 r["summary"]["scope_energy_share_max"], *r["energy"]["scope_energy_share"]
             )
-            / r["config"]["e_max"]
-            for _, r in runs
+            / r["config"]["e_max"] for _, r in runs
         }
         f.n, f.figure, f.here = (
-            sum(len(r["energy"]["scope_energy_share"]) for _, r in runs),
-            max(use.values()),
+            sum(len(r["energy"]["scope_energy_share"]) for _, r in runs), max(use.values()),
             HOLDS if max(use.values()) <= 1 + TOLERANCE else FAILS,
         )
         f.told = (
@@ -947,12 +853,10 @@ def overshoot(e: EnergyEvidence, scope: str, part: str) -> Finding:
     )
     runs = [r["summary"] for r in getattr(e, scope).get(tabs, {}).values()]
     if not runs: return f
+    # within a run: the largest sample over the mean of all
     found = interval_of([s["scope_energy_share_max"] / s["scope_energy_share"] for s in runs])
     return _said(
-        f,
-        len(runs),
-        found,
-        ruled(*found[1:], 1.8, above=True),
+        f, len(runs), found, ruled(*found[1:], 1.8, above=True),
         f"largest of any pair {max(s['scope_energy_share_max'] for s in runs):.3f}, mean "
         f"{np.mean([s['scope_energy_share'] for s in runs]):.3f}",
         "held to 1.8",
@@ -961,28 +865,24 @@ def overshoot(e: EnergyEvidence, scope: str, part: str) -> Finding:
 # %% ../../nbs/study/05_energy_claims.ipynb #3a1cdf77
 def bounds(e: EnergyEvidence) -> list[Finding]:
     "Claim 4."
+    # the bucket alone, without a model: any scores that a gate could give
     f = Finding(
         "4c",
-        "The bucket's bounds unbroken on at least 100,000 sequences, adversarial ones and "
-        "4,096 tokens among them",
-        CANNOT,
-        unit="of a bound",
-        command=e.bench("energy_claims"),
+        "The bucket's bounds unbroken on at least 100,000 sequences, adversarial ones and 4,096 "
+        "tokens among them",
+        CANNOT, unit="of a bound", command=e.bench("energy_claims"),
     )
     if b := e.measured.get("energy_claims", {}).get("bound"):
         f.figure, f.n, f.told = (
-            b["largest_use"],
-            b["sequences"],
-            "largest use of a bound on prefix, token or window; random, constant and "
-            "searched gate scores",
+            b["largest_use"], b["sequences"],
+            "largest use of a bound on prefix, token or window; random, constant and searched gate "
+            "scores",
         )
         f.here = HOLDS if f.figure <= 1 + 1e-9 and f.n >= 100_000 else FAILS
+    # in the order of the table
     return [
-        bound_kept(e, "directions", "4a"),
-        bound_kept(e, "blocks", "4b"),
-        f,
-        overshoot(e, "directions", "4d"),
-        overshoot(e, "blocks", "4e"),
+        bound_kept(e, "directions", "4a"), bound_kept(e, "blocks", "4b"), f,
+        overshoot(e, "directions", "4d"), overshoot(e, "blocks", "4e"),
     ]
 
 # %% ../../nbs/study/05_energy_claims.ipynb #5c95f43b
@@ -1004,7 +904,7 @@ def lines(e: EnergyEvidence) -> list[Finding]:
 def growth(
     rows: list[dict], # of bench/controller_share.py: one method, width and batch size
     from_tokens: int = 512,
-) -> tuple[float, float] | None: # exponent of the controller's time in tokens; its share of multiply-adds at the most tokens over that at the fewest. None with one length
+) -> tuple[float, float] | None: # exponent, and ratio of shares; None with one length
     "How the cost of deciding grows with the prompt."
     of = {r["n_tokens"]: r for r in rows if r["n_tokens"] >= from_tokens}
     if len(of) < 2: return None
@@ -1017,6 +917,7 @@ def growth(
 # %% ../../nbs/study/05_energy_claims.ipynb #5082b260
 def deciding(e: EnergyEvidence) -> list[Finding]:
     "Claim 6."
+    # by width and batch size, HEST's rows alone
     record, found = e.measured.get("controller_share", {}), {}
     for r in record.get("rows", []):
         found.setdefault((r["width"], r["batch_size"]), []).extend(
@@ -1025,20 +926,15 @@ def deciding(e: EnergyEvidence) -> list[Finding]:
     grown = {k: g for k, rows in found.items() if (g := growth(rows))}
     out = [
         Finding(
-            "6a",
-            "Time of deciding sub-linear in the tokens, 512 to 4,096",
-            CANNOT,
-            unit="exponent",
-            command=e.bench("controller_share"),
+            "6a", "Time of deciding sub-linear in the tokens, 512 to 4,096", CANNOT,
+            unit="exponent", command=e.bench("controller_share"),
         ),
         Finding(
-            "6b",
-            "Its share of the pass' multiply-adds falls from 512 to 4,096 tokens",
-            CANNOT,
-            unit="times",
-            command=e.bench("controller_share"),
+            "6b", "Its share of the pass' multiply-adds falls from 512 to 4,096 tokens", CANNOT,
+            unit="times", command=e.bench("controller_share"),
         ),
     ]
+    # the largest of them decides, since the rule looks at the upper end
     for f, i in zip(out, (0, 1) if grown else ()):
         x = [g[i] for g in grown.values()]
         f.figure, f.low, f.high, f.n = float(np.median(x)), min(x), max(x), len(x)
@@ -1046,8 +942,7 @@ def deciding(e: EnergyEvidence) -> list[Finding]:
             "median, smallest and largest of n widths and batch sizes; in time it is "
             f"{100 * min(r['time_share'] for rows in found.values() for r in rows):.0f} to "
             f"{100 * max(r['time_share'] for rows in found.values() for r in rows):.0f} % "
-            f"of a pass on {record['device']}"
-            if i == 0
+            f"of a pass on {record['device']}" if i == 0
             else "median, smallest and largest of n widths and batch sizes"
         )
     return out
@@ -1058,50 +953,38 @@ def targets(e: EnergyEvidence) -> list[Finding]:
     out, by = [], {d.mask: d for d in duels(e)}
     for letter, mask in zip("abc", ("int8", *MASKS)):
         d, whom = by.get(mask), (
-            "uniform int8"
-            if mask == "int8"
+            "uniform int8" if mask == "int8"
             else f"{mask} without a controller, its cheapest not shown to be worse"
         )
+        # listed even where nothing was run, with the command that would run it
         names = (e.hest, *(e.named(mask) if d is None else [d.opponent]))
         fs = [
             _finding(e, f"7{letter}1", f"ROUGE-L as good as that of {whom}", names),
             _finding(e, f"7{letter}2", f"At least 10 % less energy than {whom}", names),
             *(
                 Finding(
-                    f"7{letter}{i}",
-                    f"At least 10 % less measured time than {whom}, batch {b}",
-                    CANNOT,
-                    command=e.bench("answer_time"),
-                )
-                for i, b in ((3, 1), (4, 8))
+                    f"7{letter}{i}", f"At least 10 % less measured time than {whom}, batch {b}",
+                    CANNOT, command=e.bench("answer_time"),
+                ) for i, b in ((3, 1), (4, 8))
             ),
         ]
         out += fs
+        # the duel has the figures already; the rows repeat them one by one
         if d is None: continue
         _said(
-            fs[0],
-            d.n,
-            d.difference,
-            d.as_good,
-            f"{d.scores[0]:.3f} against {d.scores[1]:.3f} of {d.opponent}",
-            f"held to −{d.margin}",
+            fs[0], d.n, d.difference, d.as_good,
+            f"{d.scores[0]:.3f} against {d.scores[1]:.3f} of {d.opponent}", f"held to −{d.margin}",
             f"d_z {d.d_z:.2f}" if d.d_z is not None else "",
         )
         _said(
-            fs[1],
-            d.n,
-            d.energy,
-            d.cheaper,
-            f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}, modelled",
-            f"held to {LESS}",
+            fs[1], d.n, d.energy, d.cheaper,
+            f"ratio of {d.shares[0]:.3f} to {d.shares[1]:.3f}, modelled", f"held to {LESS}",
         )
+        # time has rounds instead of pairs
         for f, b in zip(fs[2:], (1, 8)):
             if t := time_ratio(e, e.hest, d.opponent, b):
                 f.figure, f.low, f.high, f.n, f.here, f.told = (
-                    *t,
-                    _rounds(e),
-                    ruled(*t[1:], LESS),
-                    f"ratio, n rounds; held to {LESS}",
+                    *t, _rounds(e), ruled(*t[1:], LESS), f"ratio, n rounds; held to {LESS}"
                 )
     return out
 
@@ -1111,49 +994,38 @@ def rooflines(e: EnergyEvidence) -> list[Finding]:
     out = []
     for record in (r for name, r in e.measured.items() if name.startswith("gpu_blocks")):
         for backbone, r in (
-            (b, r)
-            for b, part in record["backbones"].items()
-            for r in part.get("roofline", [])
+            (b, r) for b, part in record["backbones"].items() for r in part.get("roofline", [])
             if r["measured"]
         ):
-            least, most = r["expected"]["least"] - 0.025, (
-                math.inf if r["expected"]["most"] is None else r["expected"]["most"] + 0.025
+            # an expectation may have no upper end: "or more"
+            least, most = (
+                r["expected"]["least"] - .025,
+                math.inf if r["expected"]["most"] is None else r["expected"]["most"] + .025,
             )
             x = [m["time"] for m in r["measured"]]
             kept = [least <= v <= most for v in x]
+            # the range as it was expected, then how many settings kept it
             told = (
                 f"expected {100 * r['expected']['least']:.0f} %"
                 + (
-                    f" to {100 * r['expected']['most']:.0f} %"
-                    if math.isfinite(most)
+                    f" to {100 * r['expected']['most']:.0f} %" if math.isfinite(most)
                     else " or more"
                 )
-                + f", kept within 2.5 points in {sum(kept)} of n settings; median, smallest "
-                f"and largest of these; wall time on {record['device']}, random weights"
+                + f", kept within 2.5 points in {sum(kept)} of n settings; median, smallest and "
+                f"largest of these; wall time on {record['device']}, random weights"
             )
-            out.append(
-                Finding(
-                    f"8{'abcdefghij'[len(out)]}",
-                    f"{backbone}, {r['setting']}: change of time from the bare backbone in fp "
-                    "as a roofline expects",
-                    HOLDS if all(kept) else CANNOT if any(kept) else FAILS,
-                    figure=float(np.median(x)),
-                    low=min(x),
-                    high=max(x),
-                    n=len(x),
-                    unit="%",
-                    told=told,
-                    command=record["command"],
-                )
-            )
-    return out or [
-        Finding(
-            "8a",
-            "Change of time from the bare backbone at 7B as a roofline expects",
-            CANNOT,
-            command="python bench/gpu_blocks.py",
-        )
-    ]
+            out.append(Finding(
+                f"8{'abcdefghij'[len(out)]}",
+                f"{backbone}, {r['setting']}: change of time from the bare backbone in fp "
+                "as a roofline expects",
+                HOLDS if all(kept) else CANNOT if any(kept) else FAILS, figure=float(np.median(x)),
+                low=min(x), high=max(x), n=len(x), unit="%", told=told, command=record["command"],
+            ))
+    # without a GPU's record the row is there and says that it cannot be told
+    return out or [Finding(
+        "8a", "Change of time from the bare backbone at 7B as a roofline expects", CANNOT,
+        command="python bench/gpu_blocks.py",
+    )]
 
 def _rounds(e): return max(len(r["ms_rounds"]) for r in e.measured["answer_time"]["rows"])
 
@@ -1163,14 +1035,8 @@ def energy_findings(
 ) -> list[Finding]: # targets first
     "Every claim and target of Study 2."
     return [
-        *targets(e),
-        *scores_and_savings(e),
-        *latencies(e),
-        *controllers(e),
-        *bounds(e),
-        *lines(e),
-        *deciding(e),
-        *rooflines(e),
+        *targets(e), *scores_and_savings(e), *latencies(e), *controllers(e),
+        *bounds(e), *lines(e), *deciding(e), *rooflines(e),
     ]
 
 # %% ../../nbs/study/05_energy_claims.ipynb #1ca81608
@@ -1186,20 +1052,14 @@ def energy_claims_table(
     return Table(
         title,
         [
-            "part",
-            "claim",
-            "verdict",
-            "figure",
-            "95 %",
-            "n",
-            "how, and what else was seen",
+            "part", "claim", "verdict", "figure", "95 %", "n", "how, and what else was seen",
             "command",
         ],
         rows,
     )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #b451b149
-# share of tokens' blocks off / in int8
+# the numbers: per cent of the tokens' blocks that are off / in int8
 MIXES = ("hest 20/80", "hest 40/60", "random 20/80", "depth 20/80", "depth 40/60")
 
 def _setting(row):
@@ -1208,30 +1068,30 @@ def _setting(row):
         f"{row['phase']} {row['n_tokens']:,}, batch {row['batch_size']}"
     )
 
+# %% ../../nbs/study/05_energy_claims.ipynb #3f18b107
 def width_table(
     record: dict, # of bench/block_speed.py
     variants: tuple = MIXES,
 ) -> Table: # a row a backbone, phase and batch size; a column a variant
     "Measured time over uniform int8, by width: where skipping pays."
     shown = lambda x: f"{x['median']:.2f} [{x['low']:.2f}, {x['high']:.2f}]"
+    # a mix that was not measured at all has no column
     there, rows = [
         v for v in variants if any(v == x["variant"] for r in record["rows"] for x in r["variants"])
     ], []
     for r in record["rows"]:
         of = {v["variant"]: v for v in r["variants"]}
-        rows.append(
-            [
-                _setting(r),
-                r["rounds"],
-                of["int8"]["of_fp32"]["median"],
-                *(shown(of[v]["of_int8"]) if v in of else None for v in there),
-            ]
-        )
+        # the median of uniform int8 over fp32 first: what a mix is held against
+        rows.append([
+            _setting(r),
+            r["rounds"],
+            of["int8"]["of_fp32"]["median"],
+            *(shown(of[v]["of_int8"]) if v in of else None for v in there),
+        ])
     return Table(
         "Measured time of a pass over that of uniform int8, by shares of off/int8: median "
         f"over n rounds and 95 % interval ({record['command']}, {record['device']})",
-        ["setting", "n", "int8 over fp32", *there],
-        rows,
+        ["setting", "n", "int8 over fp32", *there], rows,
     )
 
 # %% ../../nbs/study/05_energy_claims.ipynb #35bcce7c
@@ -1243,17 +1103,16 @@ def widths_told(
     below .9."""
     out = []
     for name in variants:
+        # all settings in which the mix was measured, and those of them that pay
         found = [
-            (_setting(r), v["of_int8"])
-            for r in record["rows"]
-            for v in r["variants"]
+            (_setting(r), v["of_int8"]) for r in record["rows"] for v in r["variants"]
             if v["variant"] == name
         ]
         pays = [
-            f"{setting} ({x['median']:.2f})"
-            for setting, x in found
+            f"{setting} ({x['median']:.2f})" for setting, x in found
             if ruled(x["low"], x["high"], LESS) == HOLDS
         ]
+        # a mix that was never measured has no line
         if found:
             out.append(
                 f"* {name}: at least 10 % less in {len(pays)} of {len(found)} settings"
@@ -1270,17 +1129,15 @@ def main(
     "`python -m himalaya_hest.study.energy_claims nbs/records [method]`: print the verdicts."
     if not 1 <= len(arguments) <= 2 or not Path(arguments[0]).is_dir():
         print(
-            "usage: python -m himalaya_hest.study.energy_claims RECORDS [METHOD], where "
-            "RECORDS is a folder of committed records (nbs/records) and METHOD the setting "
-            "of HEST that is judged",
+            "usage: python -m himalaya_hest.study.energy_claims RECORDS [METHOD], where RECORDS is "
+            "a folder of committed records (nbs/records) and METHOD the setting of HEST that is "
+            "judged",
             file=sys.stderr,
         )
         return 2
     e = read_energy_evidence(arguments[0], hest="".join(arguments[1:]))
     print(
-        verdict_told(e),
-        verdict_table(duels(e)),
-        energy_claims_table(energy_findings(e)),
+        verdict_told(e), verdict_table(duels(e)), energy_claims_table(energy_findings(e)),
         sep="\n\n",
     )
     return 0

@@ -36,36 +36,26 @@ def energy_table(
     or different worlds."""
     runs = by_pair(records)
     score, first = score_of(records), order or []
+    # raises where measured Joules would stand beside modelled ones
     kind = joules_source([r["summary"]["joules_source"] for r in records])
     of = lambda name, key: [v for r in runs[name].values() if is_number(v := r["summary"].get(key))]
+    # the methods that were named first, then the best score first
     rows = [
-        _row(name, runs[name], score, of)
-        for name in [m for m in first if m in runs]
+        _row(name, runs[name], score, of) for name in [m for m in first if m in runs]
         + sorted((m for m in runs if m not in first), key=lambda m: -np.mean(of(m, score)))
     ]
     said = ENERGY_COLUMNS
+    # in the order of the values in `_row`
     columns = [
-        "method",
-        "role",
-        "n",
-        said[score],
-        "95 % from",
-        "to",
-        *([said["rougeLsum"]] if score == "rougeL" else []),
-        said[f"{kind}_mj"],
-        "expected in training",
-        *(said[k] for k in MEANS),
-        *MAXIMA.values(),
-        *(said[k] for k in MEDIANS),
-        "token p50 (ms)",
-        "token p99 (ms)",
+        "method", "role", "n", said[score], "95 % from", "to",
+        *([said["rougeLsum"]] if score == "rougeL" else []), said[f"{kind}_mj"],
+        "expected in training", *(said[k] for k in MEANS), *MAXIMA.values(),
+        *(said[k] for k in MEDIANS), "token p50 (ms)", "token p99 (ms)",
         *(said[k] for k in SIZES),
     ]
     return Table(
-        f"{records[0]['world']['stream']}: mean over n pairs; the interval is over pairs "
-        "(n ≥ 5)",
-        columns,
-        rows,
+        f"{records[0]['world']['stream']}: mean over n pairs; the interval is over pairs (n ≥ 5)",
+        columns, rows,
     )
 
 # %% ../../nbs/study/01_energy_standings.ipynb #7f0997ae
@@ -80,8 +70,7 @@ def expected_share(
 def _token_ms(runs, percentile):
     "Of a single decoded token, median over pairs; None where no run was timed."
     found = [
-        timed["decoded_tokens"][percentile]
-        for r in runs.values()
+        timed["decoded_tokens"][percentile] for r in runs.values()
         if (timed := r.get("energy", {}).get("latency_ms"))
     ]
     return float(np.median(found)) if found else None
@@ -90,21 +79,14 @@ def _token_ms(runs, percentile):
 def _row(name, runs, score, of):
     expected = [e for r in runs.values() if (e := expected_share(r)) is not None]
     mean = lambda key, f=np.mean: float(f(v)) if (v := of(name, key)) else None
+    # as the columns of `energy_table`
     return [
-        name,
-        run_role(next(iter(runs.values()))),
-        len(runs),
-        mean(score),
-        *bca_interval(of(name, score)),
-        *([mean("rougeLsum")] if score == "rougeL" else []),
-        1e3 * mean("mean_joules_per_sample"),
-        float(np.mean(expected)) if expected else None,
-        *(mean(k) for k in MEANS),
-        *(mean(k, np.max) for k in MAXIMA),
-        *(mean(k, np.median) for k in MEDIANS),
-        *(_token_ms(runs, q) for q in ("p50", "p99")),
-        int(mean("controller_parameters", np.max)),
-        mean("adapter_mb", np.max),
+        name, run_role(next(iter(runs.values()))), len(runs), mean(score),
+        *bca_interval(of(name, score)), *([mean("rougeLsum")] if score == "rougeL" else []),
+        1e3 * mean("mean_joules_per_sample"), float(np.mean(expected)) if expected else None,
+        *(mean(k) for k in MEANS), *(mean(k, np.max) for k in MAXIMA),
+        *(mean(k, np.median) for k in MEDIANS), *(_token_ms(runs, q) for q in ("p50", "p99")),
+        int(mean("controller_parameters", np.max)), mean("adapter_mb", np.max),
     ]
 
 # %% ../../nbs/study/01_energy_standings.ipynb #a3c96a0e
@@ -114,30 +96,26 @@ def controller_table(
 ) -> Table: # one row a width, method and batch size; one column a length
     "The controller's share of a forward pass, in per cent: the median over rounds."
     record = json.loads(Path(path).read_text(encoding="utf-8"))
+    # the record has one row a measurement; the table one column a length
     found = {(r["width"], r["method"], r["batch_size"], r["n_tokens"]): r for r in record["rows"]}
     lengths = sorted({n for *_, n in found})
     keys = list(dict.fromkeys(k[:3] for k in found))
     parameters = {k[:2]: r["controller_parameters"] for k, r in found.items()}
     rows = [
         [
-            *k,
-            parameters[k[:2]],
+            *k, parameters[k[:2]],
             *(100 * r[what] if (r := found.get((*k, n))) else None for n in lengths),
-        ]
-        for k in keys
+        ] for k in keys
     ]
+    # counted operations are the same on any machine, time is not
     said = (
-        f"time on {record['device']}, {record['threads']} " f"thread{'s' * (record['threads'] > 1)}"
-        if what == "time_share"
-        else "multiply-adds, by formula"
+        f"time on {record['device']}, {record['threads']} thread{'s' * (record['threads'] > 1)}"
+        if what == "time_share" else "multiply-adds, by formula"
     )
     return Table(
         f"controller and gates in per cent of a forward pass: {said} ({record['command']})",
         [
-            "width",
-            "method",
-            "batch size",
-            "controller parameters",
+            "width", "method", "batch size", "controller parameters",
             *(f"{n:,} tokens" for n in lengths),
         ],
         rows,
@@ -151,6 +129,7 @@ def block_cost_table(
     """Measured cost of a token's block in each state, as shares of fp, and the one cost of int8
     that the model of energy would have to take."""
     record = json.loads(Path(path).read_text(encoding="utf-8"))
+    # as shares of a block in fp, with what the fit leaves unexplained
     rows = [
         [
             r["width"],
@@ -162,24 +141,15 @@ def block_cost_table(
             r["residual"],
             r["cost_int8"],
             r["model_residual_now"],
-        ]
-        for r in record["rows"]
-        if r["dtype"] == dtype
+        ] for r in record["rows"] if r["dtype"] == dtype
     ]
+    # the last column judges the cost of int8 that the model takes now
     return Table(
         f"{dtype} on {record['device']}, {record['threads']} "
         f"thread{'s' * (record['threads'] > 1)} ({record['command']})",
         [
-            "width",
-            "phase",
-            "batch size",
-            "tokens",
-            "fp (ms)",
-            "off",
-            "int8",
-            "largest residual",
-            "best cost of int8",
-            f"model off by, at {record['cost_int8_now']:g}",
+            "width", "phase", "batch size", "tokens", "fp (ms)", "off", "int8", "largest residual",
+            "best cost of int8", f"model off by, at {record['cost_int8_now']:g}",
         ],
         rows,
     )
@@ -192,21 +162,21 @@ def int8_product_table(
     """Time of a product in int8 with the rounding of its activations, the fastest way of it, over
     that in fp32 and in bf16."""
     record = json.loads(Path(path).read_text(encoding="utf-8"))
+    # square products alone, so that a row is one width
     found = {(r["d_in"], r["n_rows"]): r["us"] for r in record["rows"] if r["d_in"] == r["d_out"]}
-    def ratio(us, of):
+    def ratio(us, of): # of medians, the faster of the two libraries
         return (
             min(us[k][1] for k in ("int_mm + rounding", "onednn + rounding") if k in us) / us[of][1]
         )
+    # a width that was not measured with so many rows has no figure
     shown = [
         [
             d,
             *(
-                ratio(found[d, n], of) if (d, n) in found else None
-                for of in ("fp32", "bf16")
+                ratio(found[d, n], of) if (d, n) in found else None for of in ("fp32", "bf16")
                 for n in rows_shown
             ),
-        ]
-        for d in sorted({d for d, _ in found})
+        ] for d in sorted({d for d, _ in found})
     ]
     return Table(
         f"int8 over fp32 and over bf16, {record['device']}, {record['threads']} "
@@ -225,6 +195,7 @@ def settings_table(
     settings: tuple[str, ...], # paths into the config that tell the runs of one method apart
 ) -> Table: # one row a method and setting, the best of each method first
     "Mean ROUGE-L or accuracy, and shares of energy, of each setting of each method."
+    # runs of one method and setting are seeds of one row
     found = {}
     for r in records:
         found.setdefault(
@@ -236,31 +207,25 @@ def settings_table(
             [],
         ).append(r)
     score = score_of(records)
+    # a method without gates has no expected share
     over = lambda values: (
         float(np.mean(values)) if (values := [v for v in values if v is not None]) else None
     )
     rows = [
         [
-            *key,
-            len(of),
-            over([r["summary"][score] for r in of]),
+            *key, len(of), over([r["summary"][score] for r in of]),
             over([expected_share(r) for r in of]),
             over([r["summary"]["scope_energy_share"] for r in of]),
-        ]
-        for key, of in found.items()
+        ] for key, of in found.items()
     ]
+    # a method stands where its best setting puts it, with its other settings below
     best = {}
     for row in rows: best[row[0], row[1]] = max(best.get((row[0], row[1]), 0), row[-3])
     return Table(
         records[0]["world"]["stream"],
         [
-            "method",
-            "preset",
-            *(s.split(".")[-1].replace("_", " ") for s in settings),
-            "seeds",
-            ENERGY_COLUMNS[score],
-            "expected in training",
-            ENERGY_COLUMNS["scope_energy_share"],
+            "method", "preset", *(s.split(".")[-1].replace("_", " ") for s in settings), "seeds",
+            ENERGY_COLUMNS[score], "expected in training", ENERGY_COLUMNS["scope_energy_share"],
         ],
         sorted(rows, key=lambda r: (-best[r[0], r[1]], r[0], r[1], -r[-3])),
     )

@@ -21,7 +21,7 @@ from ..compare.pairs import method_of
 from ..measures.records import Table
 
 # %% ../../nbs/study/06_quoted.ipynb #81167240
-# the forms of `here`
+# the sets of keys that `here` may have
 HERE = (
     {"claim"},
     {"runs", "method", "metric", "unit"},
@@ -55,10 +55,10 @@ def load_quoted(
     "The list; `ValueError` for an entry with other keys."
     path, out = (
         path
-        or Path(importlib.util.find_spec("himalaya_hest").origin).parent / "study" / "quoted.yaml",
-        [],
-    )
+        or Path(importlib.util.find_spec("himalaya_hest").origin).parent / "study" / "quoted.yaml"
+    ), []
     for row in yaml.safe_load(path.read_text(encoding="utf-8")):
+        # all keys are needed, and none but these and `here` allowed
         keys = {"what", "figure", "source", "pages", "why"}
         if row.keys() - {"here"} != keys:
             raise ValueError(
@@ -70,6 +70,7 @@ def load_quoted(
                 f"{row['what']!r}: here has the keys {', '.join(row['here'])}; expected "
                 f"one of {'; '.join(', '.join(sorted(h)) for h in HERE)}"
             )
+        # YAML reads a plain number as one, and a figure is quoted as it is written
         out.append(Quoted(**row | dict(figure=str(row["figure"]))))
     return out
 
@@ -79,8 +80,7 @@ def page_text(
 ) -> str:
     "Its sources as one line, without repeated spaces."
     return re.sub(
-        r"\s+",
-        " ",
+        r"\s+", " ",
         " ".join(
             "".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
         ),
@@ -109,11 +109,13 @@ def quoted_faults(
     faults = []
     for q in rows:
         if not q.pages: faults.append(f"{q.what}: no page quotes it")
+        # the page has to say it still: a figure that was taken out has no place in the list
         for stem, words in q.pages.items():
             if not (path := notebooks/f"{stem}.ipynb").exists():
                 faults.append(f"{q.what}: {stem} is no notebook")
             elif re.sub(r"\s+", " ", words) not in page_text(path):
                 faults.append(f"{q.what}: {stem} does not say {words!r}")
+        # and what it points to has to be there
         h = q.here or {}
         if "claim" in h and h["claim"] not in parts:
             faults.append(f"{q.what}: {h['claim']} is no part of a claim")
@@ -123,8 +125,7 @@ def quoted_faults(
             faults.append(f"{q.what}: there is no record {file}")
         if "computed" in h and h["computed"] not in COMPUTED:
             faults.append(
-                f"{q.what}: {h['computed']} is not computed here; there is "
-                f"{', '.join(COMPUTED)}"
+                f"{q.what}: {h['computed']} is not computed here; there is {', '.join(COMPUTED)}"
             )
         if (
             "runs" in h
@@ -132,9 +133,10 @@ def quoted_faults(
             and not (notebooks.parent / "bench" / "grids" / f"{h['runs']}.yaml").is_file()
         ):
             faults.append(
-                f"{q.what}: {h['runs']} is neither a folder of records nor a grid that "
-                "will make one"
+                f"{q.what}: {h['runs']} is neither a folder of records nor a grid that will make "
+                "one"
             )
+        # a named test has to test these words
         if "test" in h and not (
             (path := notebooks / f"{h['notebook']}.ipynb").exists() and tests_with(path, h["test"])
         ):
@@ -148,6 +150,7 @@ def figure_here(
     folder: Path, # nbs/records
 ) -> tuple[str, str]: # our figure, and where it comes from
     "The figure that was worked out here, from its record."
+    # each form by itself; whatever was not run says so
     h = q.here
     if h is None: return "–", "quoted only"
     if "claim" in h:
@@ -161,9 +164,9 @@ def figure_here(
         return (
             " to ".join(f"{v:,.0f}" for v in x) if isinstance(x, list) else f"{x:,}"
         ) + f" {h['unit']}" + ", predicted" * ("predicted" in h), f"records/{file}"
+    # the forms of runs: their mean, in the unit of the quoted figure
     runs = [
-        r
-        for p in sorted((folder / h["runs"]).glob("*.json"))
+        r for p in sorted((folder / h["runs"]).glob("*.json"))
         if method_of(r := json.loads(p.read_text(encoding="utf-8"))) in h["method"]
     ]
     values = [r["summary"][h["metric"]] for r in runs]
@@ -179,26 +182,17 @@ def quoted_table(
     folder: str | Path, # nbs/records
 ) -> Table: # in the order of the list
     "Each quoted figure, ours beside it."
+    # the reason is a column of its own, and never empty
     return Table(
         "Figures from elsewhere",
         [
-            "what",
-            "quoted",
-            "source",
-            "quoted in",
-            "here",
-            "where",
+            "what", "quoted", "source", "quoted in", "here", "where",
             "what the two have in common, or why it is quoted only",
         ],
         [
             [
-                q.what,
-                q.figure,
-                q.source,
-                ", ".join(q.pages),
-                *figure_here(q, found, Path(folder)),
-                q.why,
-            ]
-            for q in rows
+                q.what, q.figure, q.source, ", ".join(q.pages),
+                *figure_here(q, found, Path(folder)), q.why,
+            ] for q in rows
         ],
     )
