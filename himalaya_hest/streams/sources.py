@@ -221,7 +221,7 @@ def tokenizer_digest(
 
 def code_digest() -> str:
     "What decides how rows become tokens, beside task and tokenizer: the code itself."
-    return syntax_digest(*(f"himalaya_hest.{name}" for name in ("tasks", "batching", "readers", "sources")))
+    return syntax_digest(*(f"himalaya_hest.streams.{name}" for name in ("tasks", "batching", "files", "sources")))
 
 # %% ../../nbs/streams/06_sources.ipynb #fdd86d79
 def in_chunks(
