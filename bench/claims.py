@@ -89,10 +89,10 @@ class Watched:
 def at_the_end(run):
     "Every evaluated prompt, answered by the packed adapter: open atoms, tokens of prompt and answer, size of the update."
     from himalaya_hest.running.evaluation import evaluation_batches, greedy
-    from himalaya_hest.himalaya.tuner import _ROUTED
+    from himalaya_hest.bridge.routed import _ROUTED
     core, tuner, seen = run.adapter.tuner.core(), run.adapter.tuner, []
     run.adapter.model.eval()
-    handle = tuner._himalaya_layers()[0].base_layer.register_forward_hook(lambda *_: seen.append(_ROUTED.get()["default"]))
+    handle = tuner.routed_layers()[0].base_layer.register_forward_hook(lambda *_: seen.append(_ROUTED.get()["default"]))
     tasks = [run.data[n].evaluation for n in run.order]
     n_open, tokens, sizes = [], [], []
     try:
@@ -216,7 +216,7 @@ def adapter_flops(core, tokens, slots):
 def large_flops(tokens=(1, 128, 1024), slots=3):
     "At the shapes of Llama-2-7B: the backbone counted on meta tensors, its adapted sites too, the router by the formula that the mini model confirms."
     from himalaya_hest.compare.large import large_adapter
-    from himalaya_hest.himalaya.tuner import _ROUTED
+    from himalaya_hest.bridge.routed import _ROUTED
     tuner = large_adapter(dict(config=dict(adapter="himalaya", preset="default", seed=0))).tuner
     core, out = tuner.core().eval(), {}
     for h in tuner._handles: h.remove() # the router reads values, which meta tensors have not

@@ -54,7 +54,8 @@ from torch_overhead import MANY, Tokenizer, rows
 from transformers import StaticCache
 from transformers.models.llama import modeling_llama
 
-from himalaya_hest.himalaya import growth, tuner as himalaya
+from himalaya_hest.bridge import routed
+from himalaya_hest.himalaya import growth
 from himalaya_hest.running.checkpoint import write_atomic
 from himalaya_hest.himalaya.dictionary import Update
 from himalaya_hest.ground.hooks import HookList, TaskContext
@@ -64,7 +65,7 @@ from himalaya_hest.bridge.register import prepare_quantised
 from himalaya_hest.adapters.registry import build_adapter, training_defaults
 from himalaya_hest.himalaya.router import add_prototype
 from himalaya_hest.running.training import make_optimizer, model_inputs, train_step
-from himalaya_hest.bridge.tuner_shell import PairCore
+from himalaya_hest.bridge.shell import PairCore
 
 TASKS = 25
 ADAPTERS = dict(himalaya={}, lora={}, **{"lora-bank": {}}, lilac=dict(budget_mb=None)) # adapter_config; LILAC's budget counts EWC, which is not here
@@ -104,7 +105,7 @@ def learn(adapter, tasks, a):
     K, c, draw = len(core.owner), tuner.peft_config["default"], torch.Generator().manual_seed(0)
     owners, gains = TASKS - 1 - torch.arange(K - 1, -1, -1) * TASKS // K, .5 + torch.rand(core.dictionary.gain.shape, generator=draw) # the last task owns three slots
     for task in tasks:
-        e, tau = himalaya.batch_contexts(tuner, "default", rows(task, a.task_rows, a.task_tokens, 0, a.device, answer=0))
+        e, tau = routed.batch_contexts(tuner, "default", rows(task, a.task_rows, a.task_tokens, 0, a.device, answer=0))
         add_prototype(core.router, tau.mean(0))
         phi, slots = core.router.features(e, tau), (owners == task).nonzero().squeeze(1).to(core.owner.device)
         core.owner[slots] = task
@@ -219,7 +220,7 @@ def check_acts(todo, batch):
     if silent := [n for n, x in out.items() if not x > 0]: raise AssertionError(f"{', '.join(silent)}: the logits are those of bare, so nothing of the adapter was measured")
     if "himalaya" in todo:
         tuner = todo["himalaya"].adapter.tuner
-        core, context = tuner.core(), himalaya.batch_contexts(tuner, "default", batch)
+        core, context = tuner.core(), routed.batch_contexts(tuner, "default", batch)
         opened = growth.gates_of(core, core.router(core.router.features(*context))[0], False)[0].sum(1).tolist()
         if set(opened) != {core.slots_per_sequence}: raise AssertionError(f"the prompts open {sorted(set(opened))} slots, expected {core.slots_per_sequence} each")
     return out
@@ -472,7 +473,7 @@ def launch(model, a, meter, b, n):
 @contextlib.contextmanager
 def named_ranges():
     "Within, an adapter's own operations and each layer stand in a profile under names of their own."
-    places = [(Update, "apply", UPDATE), (PairCore, "act", UPDATE), (himalaya, "routed_now", ROUTING), (HookList, "after_optimizer_step", HOOKS), (modeling_llama.LlamaDecoderLayer, "forward", LAYER)]
+    places = [(Update, "apply", UPDATE), (PairCore, "act", UPDATE), (routed, "routed_now", ROUTING), (HookList, "after_optimizer_step", HOOKS), (modeling_llama.LlamaDecoderLayer, "forward", LAYER)]
     kept = [getattr(*at[:2]) for at in places]
     def told(f, name):
         def run(*args, **kw):

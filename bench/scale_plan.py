@@ -200,7 +200,7 @@ def state_points():
     from himalaya_hest.ground.hooks import TaskContext
     from himalaya_hest.running.plan import adapter_size
     from himalaya_hest.himalaya.packing import Fill, packed_bytes, read_packed, write_packed
-    from himalaya_hest.bridge.tuner_shell import pack
+    from himalaya_hest.bridge.shell import pack
     out = []
     for (at, (shape, *_)), (name, tasks) in itertools.product(SMALL.items(), (("himalaya", 12), ("lora-bank", 5), ("lora-bank", 12), ("lilac", 3), ("lora", 3))):
         given = dict(adapter=name) | (dict(adapter_config=dict(n_slots=12, n_features=128, slots_per_task=1)) if name == "himalaya" else {})

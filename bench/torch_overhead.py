@@ -167,7 +167,7 @@ def open_slots(contestant, batch):
     tuner = contestant.adapter.model.base_model
     core = tuner.core() if contestant.name in ("himalaya", "lora-bank") else None
     if core is None: return None
-    from himalaya_hest.himalaya.tuner import batch_contexts
+    from himalaya_hest.bridge.routed import batch_contexts
     update = core.route(*batch_contexts(tuner, tuner.active_adapters[0], batch))
     return 0 if update is None else len(update.slots)
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..himalaya.dictionary import Site
 from ..bridge.register import add_peft_type, register_peft_method
-from ..bridge.tuner_shell import PairCore, ShellConfig, ShellModel, check_bits, drawn_from, shape_of
+from ..bridge.shell import PairCore, ShellConfig, ShellModel, check_bits, drawn_from, shape_of
 
 add_peft_type("COLTAS")
 

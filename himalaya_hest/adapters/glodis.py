@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..himalaya.dictionary import Site
 from ..ground.hooks import StreamHooks
 from ..bridge.register import add_peft_type, register_peft_method
-from ..bridge.tuner_shell import PairCore, ShellConfig, ShellModel, drawn_from, shape_of
+from ..bridge.shell import PairCore, ShellConfig, ShellModel, drawn_from, shape_of
 
 add_peft_type("GLODIS")
 

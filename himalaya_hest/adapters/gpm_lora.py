@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 import torch
+from fastcore.basics import patch
 from peft import LoraConfig, LoraModel, TaskType # Literal, Optional, TaskType, Union: named by its annotations, which documentation tools resolve here
 from peft.tuners.lora import LoraLayer
 from peft.utils.peft_types import PeftType
@@ -149,7 +150,8 @@ def _give_memory(layer, kind, adapter_name, linear):
         layer.adapter_layer_names = (*layer.adapter_layer_names, kind)
     getattr(layer, kind)[adapter_name] = RowStack(linear.in_features, linear.weight.device)
 
-def _guards(self, adapter_name: str | None = None) -> list[Guard]:
+@patch
+def guards(self: GpmLoraModel, adapter_name: str | None = None) -> list[Guard]:
     "The adapter's bases, each with the maps that it guards."
     name, out = adapter_name or self.active_adapters[0], []
     for group in self._groups(name):
@@ -157,25 +159,27 @@ def _guards(self, adapter_name: str | None = None) -> list[Guard]:
         if self.peft_config[name].project_b: out += [Guard(m.lora_memory_b[name], [m.lora_B[name]]) for m in group]
     return out
 
-def _stream_hooks(self, adapter_name: str | None = None) -> GpmHooks:
+@patch
+def stream_hooks(self: GpmLoraModel, adapter_name: str | None = None) -> GpmHooks:
     c = self.peft_config[adapter_name or self.active_adapters[0]]
     return GpmHooks(self.model, self.guards(adapter_name), c.energy, c.n_vectors)
 
-GpmLoraModel.guards, GpmLoraModel.stream_hooks = _guards, _stream_hooks
 register_peft_method("gpm_lora", GpmLoraConfig, GpmLoraModel, prefix="lora_")
 
 # %% ../../nbs/adapters/04_gpm_lora.ipynb #27d582bd
-def _state_bytes(self, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
+@patch
+def state_bytes(self: GpmLoraModel, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
     "Bytes of every part that `save_pretrained` writes."
     name = adapter_name or self.active_adapters[0]
     count = lambda ts: sum(t.numel() * t.element_size() for t in ts)
     factors = [f[name].weight for g in self._groups(name) for m in g for f in (m.lora_A, m.lora_B)]
     return dict(factors=count(factors), memory=count(g.memory.rows for g in self.guards(name)))
 
-def _bytes_after(self, n_tasks: int, adapter_name: str | None = None) -> int:
+@patch
+def bytes_after(self: GpmLoraModel, n_tasks: int, adapter_name: str | None = None) -> int:
     "Bytes once so many tasks are learned, at most: how many directions a task takes is known afterwards."
     c, parts = self.peft_config[adapter_name or self.active_adapters[0]], self.state_bytes(adapter_name)
     return parts["factors"] + sum(4 * w * min(w, n_tasks * c.n_vectors) for w in (g.memory.rows.shape[1] for g in self.guards(adapter_name)))
 
-GpmLoraModel.state_bytes, GpmLoraModel.bytes_after = _state_bytes, _bytes_after
-GpmLoraModel.serving_bytes = lambda self, adapter_name=None: self.state_bytes(adapter_name)["factors"]
+@patch
+def serving_bytes(self: GpmLoraModel, adapter_name=None): return self.state_bytes(adapter_name)["factors"]

@@ -9,21 +9,23 @@ __all__ = ['nearest_scale', 'on_grid', 'Shelf', 'Bank', 'live', 'bank_update', '
 # %% ../../nbs/adapters/02_lora_bank.ipynb #f7e905cd
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from types import SimpleNamespace
 from typing import Callable, Optional, Union
 
 import torch
-from peft import PeftConfig, TaskType # TaskType, Optional, Union: named by its annotations, which documentation tools resolve here
-from peft.tuners.tuners_utils import BaseTuner
+from fastcore.basics import patch
+from peft import TaskType # TaskType, Optional, Union: named by PeftConfig's annotations, which documentation tools resolve here
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..himalaya.dictionary import Site, Update, ball
-from ..himalaya.tuner import HimalayaModel, batch_contexts, find_sites, install
+from ..bridge.prompt import RoutedCore
+from ..bridge.register import add_peft_type, register_peft_method
+from ..bridge.routed import RoutedModel, batch_contexts
+from ..bridge.shell import Place, ShellConfig
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import quantise_rows, unit
-from ..bridge.register import add_peft_type, prepare_quantised, register_peft_method
+from ..himalaya.dictionary import Update, ball
 from ..ground.quant import dequantise_groups, pack_planes
 
 add_peft_type("LORA_BANK")
@@ -89,7 +91,7 @@ class Shelf(nn.Module):
 class Bank(nn.Module):
     "One LoRA in training, and the finished ones on shelves."
     def __init__(self,
-        sites: list[Site],
+        sites: list[Place],
         r: int = 1, # rank
         gamma: float = 8., # bound of a component's size
         bits: int = 3, # of a finished LoRA's numbers
@@ -148,7 +150,8 @@ class Keys(nn.Module):
             self.register_buffer(name, torch.zeros(n_tasks, width, dtype=torch.int8))
             self.register_buffer(f"{name}_scale", torch.zeros(n_tasks))
 
-Keys.is_fitted = property(lambda self: bool(self.e_scale.any()))
+@patch(as_prop=True)
+def is_fitted(self: Keys) -> bool: return bool(self.e_scale.any())
 
 @torch.no_grad()
 def remember(
@@ -181,11 +184,12 @@ def choose(
     return distance("e", e).masked_fill(~same, torch.inf).argmin(1)
 
 # %% ../../nbs/adapters/02_lora_bank.ipynb #19d38856
-class BankCore(nn.Module):
+class BankCore(RoutedCore):
     "Keys and LoRAs of one adapter: `used` places are taken, `current` is the one in training."
-    parts = SimpleNamespace(routing="sequence") # the shell asks whether tokens are routed one by one
+    sites = property(lambda self: self.dictionary.sites)
+    idle = property(lambda self: bool(self.current < 0))
     def __init__(self,
-        sites: list[Site],
+        sites: list[Place],
         width: int, # of the input embeddings
         r: int = 1,
         gamma: float = 8.,
@@ -295,14 +299,8 @@ def bank_bytes(
 
 # %% ../../nbs/adapters/02_lora_bank.ipynb #2b54c37c
 @dataclass
-class LoraBankConfig(PeftConfig):
-    "What defines a LoRA bank. Lists of modules mean what they mean in PEFT."
-    target_modules: list[str] | str | None = None # sites; None: the output projection of attention, by the backbone's own name
-    exclude_modules: list[str] | str | None = None # sites to leave out
-    layers_to_transform: list[int] | int | None = None # indices of layers; None: all
-    layers_pattern: list[str] | str | None = None # name of the list of layers
-    modules_to_save: list[str] | None = None # other modules to train and save
-    init_weights: bool = True # kept for PEFT: a new adapter is always the identity
+class LoraBankConfig(ShellConfig):
+    "What defines a LoRA bank; it acts on the output projections of attention, where no modules are named."
     r: int = 1 # rank of a task's LoRA
     gamma: float = 8. # bound of the size of each of its components
     bits: int = 3 # of a finished LoRA's numbers: 2, 3, 4, 8 with one float16 scale a vector; 16 and 32 are floating point
@@ -312,7 +310,6 @@ class LoraBankConfig(PeftConfig):
     context_batches: int = 64 # batches from which a task's keys are computed
     gain_rate: float = 5. # learning rate of sizes, times the base rate
     vector_rate: float = 60. # of directions, times the base rate over √d
-    seed: int = 0 # of the first directions
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType["LORA_BANK"]
@@ -320,62 +317,48 @@ class LoraBankConfig(PeftConfig):
         if self.bits not in (2, 3, 4, 8, 16, 32): raise ValueError(f"bits must be one of 2, 3, 4, 8, 16, 32, got {self.bits}")
 
 # %% ../../nbs/adapters/02_lora_bank.ipynb #e6808a94
-class LoraBankModel(HimalayaModel):
+_OUTPUTS = {t: ["o_proj"] for t in (
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "smollm3", "olmo2")} | {
+    "gpt_neox": ["attention.dense"], "gpt2": ["attn.c_proj"]}
+
+class LoraBankModel(RoutedModel):
     "A LoRA bank attached to a causal language model."
     prefix = "lora_bank_"
-    target_module_mapping = {t: ["o_proj"] for t in ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "smollm3", "olmo2")} | {
-        "gpt_neox": ["attention.dense"], "gpt2": ["attn.c_proj"]}
-    himalaya_core = property(lambda self: self._modules["lora_bank_core"]) # the name by which the shell knows its cores
-    def _prepare_model(self, peft_config, model):
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False): raise ValueError(f"{type(model).__name__} is an encoder-decoder; the bank adapts decoders, whose prompt and answer are one row")
-        prepare_quantised(model)
-        if "lora_bank_core" not in self._modules:
-            install(self, model)
-            self.lora_bank_core = self._modules.pop("himalaya_core")
-        name = next(n for n, c in self.peft_config.items() if c is peft_config and n not in self.lora_bank_core) # one config may serve several adapters
-        table, c = model.get_input_embeddings().weight, peft_config
-        sites = find_sites(model, lambda key: self._check_target_module_exists(c, key), self.get_model_config(model).get("hidden_size", table.shape[1]))
-        if not sites: return
-        core = BankCore(sites, table.shape[1], c.r, c.gamma, c.bits, c.n_tasks, c.normalised, c.train_rounded)
-        self.lora_bank_core[name] = core if next(core.parameters()).is_meta else core.to(table.device)
-    def _prepare_adapter_config(self, peft_config, model_config): return BaseTuner._prepare_adapter_config(self, peft_config, model_config)
-    def inject_adapter(self, model, adapter_name, *args, **kwargs):
-        others = [(p, p.requires_grad) for n, c in self._modules.get("lora_bank_core", {}).items() if n != adapter_name for p in c.parameters()]
-        BaseTuner.inject_adapter(self, model, adapter_name, *args, **kwargs)
-        for p, trainable in others: p.requires_grad_(trainable) # as in the shell, under this name
-    @classmethod
-    def _remove_adapter_name_from_key(cls, key, adapter_name): return key.replace(f"lora_bank_core.{adapter_name}.", "lora_bank_core.", 1)
-    def stream_hooks(self, adapter_name: str | None = None) -> BankHooks: # one object per adapter
-        name = adapter_name or self.active_adapters[0]
-        if name not in self._hooks:
-            c = self.peft_config[name]
-            self._hooks[name] = BankHooks(self.lora_bank_core[name], lambda b: batch_contexts(self, name, b), c.context_batches, c.seed)
-        return self._hooks[name]
+    target_module_mapping = _OUTPUTS
+    def make_core(self, config, sites):
+        c = config
+        return BankCore(sites, self.width, c.r, c.gamma, c.bits, c.n_tasks, c.normalised, c.train_rounded)
+    def make_hooks(self, name):
+        c, contexts = self.peft_config[name], partial(batch_contexts, self, name)
+        return BankHooks(self.cores[name], contexts, c.context_batches, c.seed)
+    def dictionary_life(self, adapter_name=None): return [] # no slots come and go
 
 # %% ../../nbs/adapters/02_lora_bank.ipynb #916986cb
-def _optimizer_groups(self, base_lr: float) -> list[dict]: # for torch.optim.AdamW
+@patch
+def optimizer_groups(self: LoraBankModel, base_lr: float) -> list[dict]: # for torch.optim.AdamW
     "Parameter groups of the active adapter; other trainable parameters at the base rate."
     bank, c = self.core().dictionary, self.peft_config[self.active_adapters[0]]
     groups = [dict(params=[p], lr=base_lr * (c.vector_rate / int(w)**.5 if bank.normalised else 1.)) for book in (bank.a, bank.b) for w, p in book.items()]
     groups += [dict(params=list(bank.gain.values()), lr=c.gain_rate * base_lr)] if bank.normalised else []
-    known = {id(p) for g in groups for p in g["params"]}
-    other = [p for p in self.parameters() if p.requires_grad and id(p) not in known]
-    return [g | dict(weight_decay=0.) for g in groups] + ([dict(params=other, lr=base_lr)] if other else [])
+    return self.with_others([g | dict(weight_decay=0.) for g in groups], base_lr)
 
-def _state_bytes(self, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
+@patch
+def state_bytes(self: LoraBankModel, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
     "Bytes of every part that `save_pretrained` writes between two tasks."
     core = self.core(adapter_name)
     return bank_bytes(core, int(core.used))
 
-def _serving_bytes(self, adapter_name: str | None = None) -> int:
-    "Answering needs all of the state."
-    return sum(self.state_bytes(adapter_name).values())
+@patch
+def keeps_answers(self: LoraBankModel, adapter_name: str | None = None) -> bool:
+    "Can `answer_keys` tell which answers cannot have changed?"
+    return self.trains_alone(adapter_name)
 
+@patch
 @torch.no_grad()
-def _answer_keys(self, batch: dict, adapter_name: str | None = None) -> list[str] | None: # one per row of input_ids (b, n)
+def answer_keys(self: LoraBankModel, batch: dict, adapter_name: str | None = None) -> list[str] | None: # one per row of input_ids (b, n)
     "Digests of the LoRA that each prompt chooses; None while one is in training, or where other parts are trained too."
     name = adapter_name or self.active_adapters[0]
-    core = self.lora_bank_core[name]
+    core = self.cores[name]
     if not self.keeps_answers(name) or core.current >= 0: return None
     if int(core.used) == 0: return [""] * len(batch["input_ids"])
     chosen = choose(core.router, int(core.used), *batch_contexts(self, name, batch)).tolist()
@@ -383,9 +366,5 @@ def _answer_keys(self, batch: dict, adapter_name: str | None = None) -> list[str
     digest = lambda k: hashlib.blake2b(b"".join(t[k].cpu().numpy().tobytes() for t in shelved), digest_size=16).hexdigest()
     keys = {k: digest(k) for k in set(chosen)}
     return [keys[k] for k in chosen]
-
-LoraBankModel.optimizer_groups, LoraBankModel.state_bytes, LoraBankModel.serving_bytes = _optimizer_groups, _state_bytes, _serving_bytes
-LoraBankModel.answer_keys, LoraBankModel.keeps_answers = _answer_keys, LoraBankModel.trains_alone
-LoraBankModel.dictionary_life = lambda self, adapter_name=None: [] # no slots come and go
 
 register_peft_method("lora_bank", LoraBankConfig, LoraBankModel)

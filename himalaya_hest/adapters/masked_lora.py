@@ -10,22 +10,22 @@ __all__ = ['Instructions', 'remember_instruction', 'opened', 'MaskedLora', 'Mask
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from types import SimpleNamespace
 from typing import Callable, Optional, Union
 
 import torch
+from fastcore.basics import patch
 from peft import TaskType # TaskType, Optional, Union: named by PeftConfig's annotations, which documentation tools resolve here
-from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..himalaya.dictionary import Site, Update
-from ..himalaya.tuner import HimalayaModel, batch_contexts, find_sites, install
+from ..bridge.prompt import RoutedCore
+from ..bridge.routed import RoutedModel, batch_contexts
+from ..bridge.shell import Place, ShellConfig, drawn_from
+from ..himalaya.dictionary import Update
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import philox_signs, quantise_rows
 from ..bridge.register import RowStack, add_peft_type, register_peft_method
 from ..himalaya.router import nearest_prototype, open_units
-from ..bridge.tuner_shell import QV, ShellConfig, drawn_from
 
 add_peft_type("LORA_MASKED")
 
@@ -70,13 +70,10 @@ def opened(
     return open_units(nearest_prototype(seen, (tau - seen.t_mean) / seen.t_scale, scaled=False), signs, n_open)
 
 # %% ../../nbs/adapters/09_masked_lora.ipynb #7ae42f3b
-class MaskedLora(nn.Module):
+class MaskedLora(RoutedCore):
     "y + (α/k) Σ_j m_j(τ) b_j (a_jᵀ x): a and b of each site, m of each sequence."
-    parts = SimpleNamespace(routing="sequence", gates="fixed") # the shell asks whether tokens are routed one by one, and whether gates are drawn
-    current = 0 # and whether a task is under way: without one this adapter learns as well
-    dictionary = property(lambda self: self) # where it looks for the sites
     def __init__(self,
-        sites: list[Site],
+        sites: list[Place],
         width: int, # of the input embeddings
         r: int = 32, # rank components
         n_open: int = 8, # k, that an instruction opens
@@ -130,39 +127,31 @@ class LoraMaskedConfig(ShellConfig):
         if not 1 <= self.n_open <= self.r: raise ValueError(f"n_open = {self.n_open}, r = {self.r}; expected 1 ≤ n_open ≤ r")
         if bad := [n for n in ("lora_alpha", "context_batches") if not getattr(self, n) > 0]: raise ValueError(f"{bad[0]} must be positive, got {getattr(self, bad[0])}")
 
-class LoraMaskedModel(HimalayaModel):
-    "LoRA behind a mask, in HIMALAYA's shell: its cores go by the shell's name, `himalaya_core`."
-    target_module_mapping = QV
-    def _prepare_adapter_config(self, peft_config, model_config): return BaseTuner._prepare_adapter_config(self, peft_config, model_config)
-    def _prepare_model(self, peft_config, model):
-        if "himalaya_core" not in self._modules: install(self, model)
-        name = next(n for n, c in self.peft_config.items() if c is peft_config and n not in self.himalaya_core) # one config may serve several adapters
-        table, c = model.get_input_embeddings().weight, peft_config
-        sites = find_sites(model, lambda key: self._check_target_module_exists(c, key), self.get_model_config(model).get("hidden_size", table.shape[1]))
-        if not sites: return
-        core = MaskedLora(sites, table.shape[1], c.r, c.n_open, c.lora_alpha, c.seed)
-        self.himalaya_core[name] = core if next(core.parameters()).is_meta else core.to(table.device)
-    def stream_hooks(self, adapter_name: str | None = None) -> MaskHooks: # one object per adapter
-        name = adapter_name or self.active_adapters[0]
-        if name not in self._hooks: self._hooks[name] = MaskHooks(self.himalaya_core[name], partial(batch_contexts, self, name), self.peft_config[name].context_batches)
-        return self._hooks[name]
-    def optimizer_groups(self, base_lr: float) -> list[dict]: return [dict(params=[p for p in self.parameters() if p.requires_grad])] # one, as LoRA
-    def keeps_answers(self, adapter_name: str | None = None) -> bool: return False # components are shared, so any task may change any answer
+class LoraMaskedModel(RoutedModel):
+    "LoRA behind a mask, attached to a causal language model."
+    prefix = "lora_masked_"
+    def make_core(self, config, sites):
+        return MaskedLora(sites, self.width, config.r, config.n_open, config.lora_alpha, config.seed)
+    def make_hooks(self, name):
+        contexts = partial(batch_contexts, self, name)
+        return MaskHooks(self.cores[name], contexts, self.peft_config[name].context_batches)
+    # one group, as LoRA has
+    def optimizer_groups(self, base_lr: float) -> list[dict]:
+        return [dict(params=[p for p in self.parameters() if p.requires_grad])]
+    # components are shared, so any task may change any answer
+    def keeps_answers(self, adapter_name: str | None = None) -> bool: return False
     def answer_keys(self, batch: dict, adapter_name: str | None = None) -> None: return None
     def dictionary_life(self, adapter_name: str | None = None) -> list: return [] # no slots come and go
 
 # %% ../../nbs/adapters/09_masked_lora.ipynb #89ebb3b3
-def _state_bytes(self, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
+@patch
+def state_bytes(self: LoraMaskedModel, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
     "Bytes of every part that `save_pretrained` writes."
     return masked_bytes(self.core(adapter_name), len(self.core(adapter_name).router.codes))
 
-def _serving_bytes(self, adapter_name: str | None = None) -> int:
-    "Answering needs all of the state."
-    return sum(self.state_bytes(adapter_name).values())
-
-def _bytes_after(self, n_tasks: int, adapter_name: str | None = None) -> int:
+@patch
+def bytes_after(self: LoraMaskedModel, n_tasks: int, adapter_name: str | None = None) -> int:
     "Bytes once so many tasks are learned, each with an instruction of its own."
     return sum(masked_bytes(self.core(adapter_name), n_tasks).values())
 
-LoraMaskedModel.state_bytes, LoraMaskedModel.serving_bytes, LoraMaskedModel.bytes_after = _state_bytes, _serving_bytes, _bytes_after
-register_peft_method("lora_masked", LoraMaskedConfig, LoraMaskedModel, prefix="himalaya_")
+register_peft_method("lora_masked", LoraMaskedConfig, LoraMaskedModel)

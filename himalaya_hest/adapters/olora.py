@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 import torch
+from fastcore.basics import patch
 from peft import LoraConfig, LoraModel, TaskType # Literal, Optional, TaskType, Union: named by its annotations, which documentation tools resolve here
 from peft.tuners.lora import LoraLayer
 from peft.utils.peft_types import PeftType
@@ -113,14 +114,14 @@ class OLoraModel(LoraModel):
 register_peft_method("olora", OLoraConfig, OLoraModel, prefix="lora_")
 
 # %% ../../nbs/adapters/03_olora.ipynb #3fd6d224
-def _state_bytes(self, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
+@patch
+def state_bytes(self: OLoraModel, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
     "Bytes of every part that `save_pretrained` writes."
     count = lambda ts: sum(t.numel() * t.element_size() for t in ts)
     factors = [f for pair in self.pairs(adapter_name) for f in pair]
     return dict(newest=count(f.fresh for f in factors), earlier=count(f.frozen.rows for f in factors))
 
-def _bytes_after(self, n_tasks: int, adapter_name: str | None = None) -> int:
+@patch
+def bytes_after(self: OLoraModel, n_tasks: int, adapter_name: str | None = None) -> int:
     "Bytes once so many tasks are learned."
     return n_tasks * self.state_bytes(adapter_name)["newest"]
-
-OLoraModel.state_bytes, OLoraModel.bytes_after = _state_bytes, _bytes_after

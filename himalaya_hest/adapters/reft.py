@@ -18,9 +18,10 @@ from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from ..himalaya.dictionary import Site
-from ..himalaya.tuner import _CALL, call_context, prompt_of, refuse_packed
+from ..bridge.prompt import prompt_of, refuse_packed
+from ..bridge.routed import _CALL, call_context
 from ..bridge.register import add_peft_type, register_peft_method
-from ..bridge.tuner_shell import ShellConfig, ShellLayer, ShellModel
+from ..bridge.shell import ShellConfig, ShellLayer, ShellModel
 
 add_peft_type("REFT")
 

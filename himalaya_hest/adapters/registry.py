@@ -24,6 +24,7 @@ from pathlib import Path
 
 import peft
 import torch
+from fastcore.basics import patch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING
 from torch import nn
 
@@ -334,4 +335,5 @@ def adapter_table(
     title = f"{adapter.name}: {trained:,} parameters in training, {trained / every:.2%} of all; {serving_bytes(adapter) / 1e6:.3f} MB to serve; hooks: {hooks}"
     return Table(title, ["state between tasks", "bytes", "MB"], rows + [["total", sum(parts.values()), sum(parts.values()) / 1e6]])
 
-Adapter._repr_html_ = lambda self: adapter_table(self)._repr_html_()
+@patch
+def _repr_html_(self: Adapter): return adapter_table(self)._repr_html_()

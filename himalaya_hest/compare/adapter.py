@@ -21,7 +21,8 @@ from ..running.energy import CostCounter, SampleCosts, Utilisation
 from ..hest.shell import BudgetHooks, GatedModel
 from ..himalaya.growth import gates_of, tree_bias
 from ..hest.tuner import BY_SCOPE, PRESETS as HEST_PRESETS
-from ..himalaya.tuner import HimalayaModel, batch_contexts
+from ..bridge.routed import batch_contexts
+from ..himalaya.tuner import HimalayaModel
 from ..ground.hooks import HookList
 from ..himalaya.packing import check_budget, packed_bytes, packed_state
 from ..himalaya.presets import PRESETS, SIZES

@@ -10,6 +10,7 @@ __all__ = ['FAMILIES', 'check_block', 'BlockMatrices', 'window_of', 'attend', 'r
 from functools import partial
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .directions import GatedDirections, Places, fake_int8
@@ -111,26 +112,29 @@ class GatedBlocks(GatedDirections):
         return y if i is None else self.in_fp(i, x, y) if state == 2 else self.in_int8(i, x, y)
 
 # %% ../../nbs/hest/08_blocks.ipynb #b6e0b896
-def _stage_logits(self, tokens, rows):
+@patch
+def stage_logits(self: GatedBlocks, tokens, rows):
     many = getattr(self.controller, "of_layers", None)
     p = torch.stack([self.controller.of_layer(tokens, r) for r in rows], -2) if many is None else many(tokens, list(rows)) # (b, n, rows, 1)
     return self.gate.of_layer(p, list(rows))[..., 0, :]
 
-def _spend(self, row, weights, keys):
+@patch
+def spend(self: GatedBlocks, row, weights, keys):
     constant, per_key = self.constant[row].to(weights), self.per_key[row].to(weights)
     return (weights[..., 0, :] * (constant + per_key * keys[..., None].to(weights))).sum(-1)
 
-def _whole(self, keys, headed):
+@patch
+def whole(self: GatedBlocks, keys, headed):
     head = self.table.head * (1. if headed is None else headed)
     return tuple((c + k * keys + head) / self.table.full[0] for c, k in (self.table.fixed, self.table.full))
 
-def _gate_table(self, rows: tuple) -> GateCosts:
+@patch
+def gate_table(self: GatedBlocks, rows: tuple) -> GateCosts:
     if len(rows) < len(self.layers): raise ValueError("the gates of this adapter are decided block by block, each from its own input, so that no bound can be kept over them; use controller_input 'first_block'")
     return self.table
 
-def _shares(self, row, weights): return weights[..., 0, :]
-
-GatedBlocks.stage_logits, GatedBlocks.spend, GatedBlocks.whole, GatedBlocks.gate_table, GatedBlocks.shares = _stage_logits, _spend, _whole, _gate_table, _shares
+@patch
+def shares(self: GatedBlocks, row, weights): return weights[..., 0, :]
 
 # %% ../../nbs/hest/08_blocks.ipynb #a80f7528
 class _Rows:

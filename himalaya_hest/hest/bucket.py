@@ -10,6 +10,7 @@ import copy
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .gate_costs import GateCosts
@@ -100,7 +101,8 @@ class TokenBuckets:
     def __deepcopy__(self, memo): return self.copy() # costs do not change
 
 # %% ../../nbs/hest/09_bucket.ipynb #919a840c
-def _spend(self,
+@patch
+def spend(self: TokenBuckets,
     wishes: Tensor, # (b, n, gates) int: the state that each gate asks for
     utilities: Tensor, # (b, n, gates, 3): more is better, −∞ for a state that is not allowed
     n_keys: Tensor, # (b, n) keys that each token sees
@@ -126,8 +128,6 @@ def _spend(self,
             return spent
         banks += _banks(banks[-1] if banks else 0., earned[r].tolist(), wanted[r].tolist(), on[r].tolist(), self.capacity - 1, lower)
     return torch.from_numpy(states).to(wishes)
-
-TokenBuckets.spend = _spend
 
 # %% ../../nbs/hest/09_bucket.ipynb #5823416f
 def bound_use(

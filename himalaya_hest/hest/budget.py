@@ -7,6 +7,7 @@ __all__ = ['Budget']
 
 # %% ../../nbs/hest/05_budget.ipynb #08c3d193
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 # %% ../../nbs/hest/05_budget.ipynb #0805592c
@@ -48,8 +49,9 @@ class Budget(nn.Module):
         return self.price * (self.excess(energy) if self.dual_rate else energy)
 
 # %% ../../nbs/hest/05_budget.ipynb #d345411c
+@patch
 @torch.no_grad()
-def _step_(self,
+def step_(self: Budget,
     energy: Tensor | float, # Ē of the whole optimiser step
 ) -> None:
     "λ ← max(0, λ + α (Ē − E_i)/E_max), and one step on the line. `FloatingPointError` for an energy that is not finite."
@@ -58,5 +60,3 @@ def _step_(self,
     if self.from_first and self.step == 0: self.start.copy_(energy.to(self.start).clamp(self.e_max, 1.))
     if self.dual_rate: self.price.add_(self.dual_rate * self.excess(energy).to(self.price)).clamp_(min=0.)
     self.step += 1
-
-Budget.step_ = _step_

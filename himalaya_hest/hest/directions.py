@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .controller import rms_normed
@@ -105,17 +106,20 @@ class GatedDirections(nn.Module):
     def has_int8(self) -> bool: return bool(self.gate.allowed_states[1])
 
 # %% ../../nbs/hest/06_directions.ipynb #aa445dd3
-def _in_fp(self, i: int, x: Tensor, y: Tensor, open_: Tensor | None = None) -> Tensor: # open_ (..., R); None: all
+@patch
+def in_fp(self: GatedDirections, i: int, x: Tensor, y: Tensor, open_: Tensor | None = None) -> Tensor: # open_ (..., R); None: all
     "y + Σ s u (vᵀx)."
     s = self.s[i] if open_ is None else open_.to(self.s.dtype) * self.s[i]
     return y + ((s * (x.to(s.dtype) @ self.v[i].T)) @ self.u[i]).to(y.dtype)
 
-def _in_int8(self, i: int, x_hat: Tensor, y: Tensor, open_: Tensor | None = None) -> Tensor: # x̂: the input on its grid
+@patch
+def in_int8(self: GatedDirections, i: int, x_hat: Tensor, y: Tensor, open_: Tensor | None = None) -> Tensor: # x̂: the input on its grid
     "y + Σ û (s v̂ᵀx̂)^."
     (u, v), s = self.rounded(i), self.s[i] if open_ is None else open_.to(self.s.dtype) * self.s[i]
     return y + (fake_int8(s * (x_hat.to(s.dtype) @ v.T)) @ u).to(y.dtype)
 
-def _rounded(self,
+@patch
+def rounded(self: GatedDirections,
     i: int, # site
 ) -> tuple[Tensor, Tensor]: # U (R, d_out), V (R, d_in)
     "Directions in eight bits: with their gradient in training, and kept until they change where there is none."
@@ -125,10 +129,9 @@ def _rounded(self,
     if self._kept.get(i, (None,))[0] != now: self._kept[i] = (now, fake_int8(u.T).T.contiguous(), fake_int8(v))
     return self._kept[i][1:]
 
-GatedDirections.in_fp, GatedDirections.in_int8, GatedDirections.rounded = _in_fp, _in_int8, _rounded
-
 # %% ../../nbs/hest/06_directions.ipynb #676c63e1
-def _spend(self,
+@patch
+def spend(self: GatedDirections,
     row: int, # of a gated layer
     weights: Tensor, # (b, n, units, 3) of the states
     keys: Tensor | None, # (b, n) that a token sees, which directions do not look at
@@ -136,38 +139,42 @@ def _spend(self,
     "Energy of a layer's directions."
     return self.by_site(expected_cost(weights, self.costs)) @ self.weight[row].to(weights.dtype)
 
-def _shares(self, row: int, weights: Tensor) -> Tensor: # (b, n, 3)
+@patch
+def shares(self: GatedDirections, row: int, weights: Tensor) -> Tensor: # (b, n, 3)
     "Share of a layer's directions in each state, weighted by their widths."
     widths = self.weight[row].to(weights.dtype)
     return torch.stack([self.by_site(weights[..., k]) @ widths for k in range(3)], -1) / widths.sum()
 
-def _by_site(self, per_unit): return per_unit.unflatten(-1, (self.places.n_slots, self.rank)).mean(-1) # (b, n, slots)
+@patch
+def by_site(self: GatedDirections, per_unit): return per_unit.unflatten(-1, (self.places.n_slots, self.rank)).mean(-1) # (b, n, slots)
 
-def _whole(self, keys: Tensor | None, headed: Tensor | None) -> tuple: # of each token: what no gate can save, and everything in fp
+@patch
+def whole(self: GatedDirections, keys: Tensor | None, headed: Tensor | None) -> tuple: # of each token: what no gate can save, and everything in fp
     "In units of the scope: 0 and 1."
     return 0., 1.
 
-def _stages(self) -> list[tuple]: # rows
+@patch
+def stages(self: GatedDirections) -> list[tuple]: # rows
     "Rows that are decided together: those that read the first block's output, and each that reads its own input."
     own = [r for r, l in enumerate(self.layers) if self.reads == "own_layer" or l == 0]
     rest = tuple(r for r in range(len(self.layers)) if r not in own)
     return [(r,) for r in own] + [rest] * bool(rest)
 
-def _gate_table(self, rows: tuple) -> GateCosts: # gates: rows, then units
+@patch
+def gate_table(self: GatedDirections, rows: tuple) -> GateCosts: # gates: rows, then units
     "What the gates of some rows cost, beside all of them in fp."
     return direction_costs(self.places.cost()[list(rows)].repeat_interleave(self.rank, 1).flatten().numpy(), tuple(self.costs.tolist()))
 
-def _logits(self, tokens: Tensor, row: int) -> Tensor: # (b, n, units, 3)
+@patch
+def logits(self: GatedDirections, tokens: Tensor, row: int) -> Tensor: # (b, n, units, 3)
     "What a row's gates make of the controller's reading."
     p = self.controller.of_layer(tokens, row)
     return self.gate.of_layer(p.tile(self.places.n_slots) if p.shape[-1] == self.rank else p, row)
 
-def _stage_logits(self, tokens: Tensor, rows: tuple) -> Tensor: # (b, n, rows · units, 3)
+@patch
+def stage_logits(self: GatedDirections, tokens: Tensor, rows: tuple) -> Tensor: # (b, n, rows · units, 3)
     "The same of several rows."
     return torch.cat([self.logits(tokens, r) for r in rows], -2)
-
-GatedDirections.logits, GatedDirections.stage_logits = _logits, _stage_logits
-GatedDirections.spend, GatedDirections.shares, GatedDirections.by_site, GatedDirections.whole, GatedDirections.stages, GatedDirections.gate_table = _spend, _shares, _by_site, _whole, _stages, _gate_table
 
 # %% ../../nbs/hest/06_directions.ipynb #99208ba0
 class TokenGates:
@@ -206,7 +213,8 @@ class TokenGates:
             if core.training or self.counts: self._count(row, weights)
 
 # %% ../../nbs/hest/06_directions.ipynb #2e38d292
-def _read(self, layer, h):
+@patch
+def _read(self: TokenGates, layer, h):
     "The controller's view of the tokens at a layer; None where it reads nothing."
     seen = lambda: self.core.controller.tokens(rms_normed(h) if self.core.normalise else h.float())
     if self.core.reads == "position": return self.keys[..., None].float()
@@ -219,12 +227,14 @@ def _read(self, layer, h):
     if self._tokens is None: raise RuntimeError(f"block {layer} was entered before block 1: the controller reads the output of the first block, so the blocks must run in order")
     return self._tokens
 
-def _open(self, states):
+@patch
+def _open(self: TokenGates, states):
     "Masks of fp and int8; None for a state that is not allowed, or that no token is in where looking costs nothing."
     masks = states[..., 2] if self.core.gate.allowed_states[2] else None, states[..., 1] if self.core.has_int8 else None
     return masks if states.requires_grad or states.is_cuda else tuple(m if m is not None and bool(m.any()) else None for m in masks)
 
-def _decide(self, tokens, row):
+@patch
+def _decide(self: TokenGates, tokens, row):
     "The likeliest states of all rows of a row's stage, where there are buckets lowered until they fit."
     stage, rows = next((i, rows) for i, rows in enumerate(self.core.stages()) if row in rows)
     logits = self.core.stage_logits(tokens, rows) # (b, n, gates, 3)
@@ -234,15 +244,15 @@ def _decide(self, tokens, row):
         states = self.buckets[stage].spend(states, logits - logits[..., :1], self.keys, headed, self.attended)
     self.hard |= dict(zip(rows, states.split(states.shape[-1] // len(rows), -1)))
 
-TokenGates._read, TokenGates._open, TokenGates._decide = _read, _open, _decide
-
 # %% ../../nbs/hest/06_directions.ipynb #0ec36562
-def _count(self, row, weights):
+@patch
+def _count(self: TokenGates, row, weights):
     "Note a layer's energy from its states, or from their probabilities."
     self.spent.setdefault(row, self.core.spend(row, weights, self.keys)) # a checkpoint that runs the layer again has to save as many tensors as the first time
     if self.counts: self.shares.setdefault(row, self.core.shares(row, weights))
 
-def _totals(self,
+@patch
+def totals(self: TokenGates,
     headed: Tensor | None = None, # (b, n) bool: asked for logits; None: as the pass was told
 ) -> tuple[Tensor, Tensor]: # (b, n) each
     "What each token takes, and what it would take with everything in fp; `RuntimeError` where a layer was not reached."
@@ -252,15 +262,15 @@ def _totals(self,
     fixed, full = self.core.whole(self.keys, self.headed if headed is None else headed)
     return spent + fixed, full + torch.zeros_like(spent)
 
-def _scope_share(self) -> Tensor: # (b, n)
+@patch
+def scope_share(self: TokenGates) -> Tensor: # (b, n)
     "Each token's energy over what it would take with everything in fp."
     spent, full = self.totals()
     return spent / full
 
-def _energy(self, headed: Tensor | None = None) -> Tensor: # scalar, with its gradient
+@patch
+def energy(self: TokenGates, headed: Tensor | None = None) -> Tensor: # scalar, with its gradient
     "Scope share of all tokens that are not padding, together."
     spent, full = self.totals(headed)
     counted = 1 if self.attended is None else self.attended
     return (spent * counted).sum() / (full * counted).sum().clamp(min=1e-12)
-
-TokenGates._count, TokenGates.totals, TokenGates.scope_share, TokenGates.energy = _count, _totals, _scope_share, _energy

@@ -9,6 +9,7 @@ __all__ = ['CPU_COST_INT8', 'PROJECTIONS', 'WRITTEN', 'GateCosts', 'direction_co
 from dataclasses import dataclass
 
 import numpy as np
+from fastcore.basics import patch
 from torch import nn
 
 # %% ../../nbs/hest/02_gate_costs.ipynb #fa90b969
@@ -28,7 +29,8 @@ class GateCosts:
         return max(self.of_token("fixed", n, h) / self.of_token("full", n, h) for n in (1, 1e9) for h in (0, 1) if self.of_token("full", n, h))
 
 # %% ../../nbs/hest/02_gate_costs.ipynb #71f64d33
-def _worst(self,
+@patch
+def worst(self: GateCosts,
     states, # (gates,) int, of all gates alike for every token
     n_keys: int, # most keys that a token sees
 ) -> float: # share of the whole
@@ -36,8 +38,6 @@ def _worst(self,
     gates = np.arange(len(self.constant))
     a, b = (float(t[gates, np.asarray(states, dtype=int)].sum()) for t in (self.constant, self.per_key))
     return max((self.of_token("fixed", n, h) + a + b * n) / self.of_token("full", n, h) for n in (1, n_keys) for h in (0, 1))
-
-GateCosts.worst = _worst
 
 # %% ../../nbs/hest/02_gate_costs.ipynb #153853b6
 def direction_costs(

@@ -19,6 +19,7 @@ import weakref
 from pathlib import Path
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 # %% ../../nbs/hest/07_int8.ipynb #eb47ddb2
@@ -196,7 +197,8 @@ def _checked(data):
             if not times or not all(isinstance(t, (int, float)) and t > 0 for t in times.values()): raise ValueError(f"a time is not a positive number: {times}")
     return data["times"]
 
-def _merge(self) -> None:
+@patch
+def _merge(self: Calibration) -> None:
     "What other processes measured; own figures go first."
     if self.file is None: return
     try: found = _checked(json.loads(self.file.read_text(encoding="utf-8")))
@@ -204,7 +206,8 @@ def _merge(self) -> None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e: return warnings.warn(f"{self.file} is not a calibration of int8 products ({e}): it is not read, and written anew")
     for machine, shapes in found.items(): self.times[machine] = shapes | self.times.get(machine, {})
 
-def _save(self) -> None:
+@patch
+def save(self: Calibration) -> None:
     "Write all that is known, merged with what the file holds now, in one step."
     if self.file is None: return
     temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}")
@@ -216,8 +219,6 @@ def _save(self) -> None:
     except OSError as e:
         warnings.warn(f"{self.file} cannot be written ({e}): times of int8 products are kept in memory alone")
         self.file = None
-
-Calibration._merge, Calibration.save = _merge, _save
 
 # %% ../../nbs/hest/07_int8.ipynb #6f8ba39f
 _in_force = by_rule
@@ -300,7 +301,8 @@ class Int8Matrix:
         return self.weight().nbytes
 
 # %% ../../nbs/hest/07_int8.ipynb #cc1fedb5
-def _product(self,
+@patch
+def product(self: Int8Matrix,
     xq: Tensor, # int8 (..., d_in), of `quantised`
     scale: Tensor, # float32 (..., 1), of `quantised`
     dtype: torch.dtype, # of the answer
@@ -316,7 +318,8 @@ def _product(self,
     y = y.to(dtype)
     return y if xq.dim() == 2 else y.view(*xq.shape[:-1], d_out)
 
-def _answer(self,
+@patch
+def __call__(self: Int8Matrix,
     x: Tensor, # (..., d_in) float32, bfloat16 or float16
 ) -> Tensor: # (..., d_out) in the type of x
     "The layer's answer in eight bits; with a graph the gradient passes as if x had not been rounded."
@@ -332,5 +335,3 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx, grad):
         w, kind = ctx.weight, torch.bfloat16 if grad.dtype == torch.bfloat16 else torch.float32
         with torch.autocast(grad.device.type, enabled=False): return ((grad * w.scale).to(kind) @ w.codes.to(kind)).to(grad.dtype), None
-
-Int8Matrix.product, Int8Matrix.__call__ = _product, _answer

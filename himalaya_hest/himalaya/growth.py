@@ -18,8 +18,10 @@ from itertools import islice
 from typing import Callable
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
+from ..bridge.prompt import RoutedCore
 from .published.consolidation import drop_, imprint, imprint_, merge_, pair_losses, rotate_, slot_to_free
 from .dictionary import Dictionary, Site, Update
 from ..ground.hooks import StreamHooks, TaskContext
@@ -33,7 +35,7 @@ from .published.symmetric import SymmetricDictionary, SymmetricUpdate
 from .published.triggers import dead_starts
 
 # %% ../../nbs/himalaya/10_growth.ipynb #636c951e
-class HimalayaCore(nn.Module):
+class HimalayaCore(RoutedCore):
     "Dictionary, router, projector and the ownership of slots of one adapter."
     def __init__(self,
         sites: list[Site],
@@ -63,7 +65,22 @@ class HimalayaCore(nn.Module):
         add_state(self, n_slots)
     def route(self, e, tau): return route(self, self.router.features(e, tau), tree_bias(self, e))
 
-HimalayaCore.own = property(lambda self: (self.owner == self.current) & (self.owner >= 0)) # (K,) bool
+# %% ../../nbs/himalaya/10_growth.ipynb #c9b9ab89
+@patch(as_prop=True)
+def own(self: HimalayaCore) -> Tensor: # (K,) bool, the slots of the task in training
+    return (self.owner == self.current) & (self.owner >= 0)
+
+@patch(as_prop=True)
+def sites(self: HimalayaCore) -> list[Site]: return self.dictionary.sites
+
+@patch(as_prop=True)
+def idle(self: HimalayaCore) -> bool: return bool(self.current < 0)
+
+@patch(as_prop=True)
+def per_token(self: HimalayaCore) -> bool: return self.parts.routing == "token"
+
+@patch(as_prop=True)
+def draws_once(self: HimalayaCore) -> bool: return self.parts.gates == "concrete"
 
 @torch.no_grad()
 def set_projector(core, matrix):
@@ -610,12 +627,14 @@ def router_fisher(hooks: HimalayaHooks, batches: list[dict]) -> dict[str, Tensor
     return fisher
 
 # %% ../../nbs/himalaya/10_growth.ipynb #f49ef356
-def _state_dict(self):
+@patch
+def state_dict(self: HimalayaHooks):
     held = {f"held.{i}.{k}": t for i, b in enumerate(self.held) for k, t in b.items() if torch.is_tensor(t)}
     life = torch.tensor([[float(r[c]) for c in LIFE] for r in self.life], dtype=torch.float64).reshape(-1, len(LIFE))
     return held | {"position": torch.tensor([self.position, self.n_steps]), "life": life, "opened": self.core.opened.clone(), "failed": torch.tensor(self.core.failed)}
 
-def _load_state_dict(self, state):
+@patch
+def load_state_dict(self: HimalayaHooks, state):
     self.position, self.n_steps = state["position"].tolist()
     self.read = None
     self.life = [{c: (v if c in ("opened_share", "lost") else int(v)) for c, v in zip(LIFE, row)} for row in state["life"].tolist()]
@@ -625,8 +644,6 @@ def _load_state_dict(self, state):
     for k, t in state.items():
         if k.startswith("held."): held.setdefault(int(k.split(".")[1]), {})[k.split(".", 2)[2]] = t.clone()
     self.held = [held[i] for i in sorted(held)]
-
-HimalayaHooks.state_dict, HimalayaHooks.load_state_dict = _state_dict, _load_state_dict
 
 # %% ../../nbs/himalaya/10_growth.ipynb #e55d29a5
 def optimizer_groups(

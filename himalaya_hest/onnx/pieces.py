@@ -23,8 +23,9 @@ from ..adapters.lora_bank import LoraBankModel
 from .step import Rows, pack_rows, residual, take_rows
 from ..ground.quant import pack_planes, quantise_groups
 from ..adapters.reft import ReftModel, orthonormal, positions
-from ..himalaya.router import Router, first_slots, masked_features, open_units, rarity
-from ..bridge.tuner_shell import PairCore
+from ..bridge.prompt import rarity
+from ..himalaya.router import Router, first_slots, masked_features, open_units
+from ..bridge.shell import PairCore
 
 # %% ../../nbs/onnx/03_pieces.ipynb #5c62e680
 class PromptMeans(nn.Module):
@@ -209,7 +210,7 @@ def refusal(
         return (f"{kind} decides for each token which blocks run, while it runs; an ONNX graph computes every block for every token, so the export would save nothing: run it in PyTorch")
     if len(model.active_adapters) > 1: return f"the adapters {model.active_adapters} are active at once: export one, after set_adapter"
     if any(isinstance(m, ModulesToSaveWrapper) for m in model.modules()): return "the adapter trained whole modules of the backbone (modules_to_save), which the step at its sites does not hold"
-    if isinstance(tuner, HimalayaModel): return slot_refusal(tuner)
+    if isinstance(tuner, (HimalayaModel, LoraBankModel)): return slot_refusal(tuner)
     if isinstance(tuner, ReftModel) or isinstance(getattr(tuner, "cores", None), nn.ModuleDict) and isinstance(tuner.core(), PairCore): return None
     if type(tuner) is LoraModel: return lora_refusal(tuner)
     return f"{kind} has no export of its own: where its update does not read the prompt, merge_and_unload() gives a backbone that does"
@@ -241,10 +242,10 @@ def take_apart(
         layers = [m for m in tuner.modules() if isinstance(m, LoraLayer)]
         sites, router = PairSites([(m.lora_A[name].weight, m.lora_B[name].weight * m.scaling[name]) for m in layers]), None
     elif isinstance(tuner, ReftModel): sites, router = EditSites(core), EditRouter(core)
-    elif isinstance(tuner, HimalayaModel): sites, router = routed_pieces(tuner, core, packed)
+    elif isinstance(tuner, (HimalayaModel, LoraBankModel)): sites, router = routed_pieces(tuner, core, packed)
     else: sites, router = PairSites([core.pair(i) for i in range(len(core.sites))]), None
     if not isinstance(tuner, LoraModel):
-        places = core.dictionary.sites if isinstance(tuner, HimalayaModel) else core.sites
+        places = core.sites
         layers = [tuner.model.get_submodule(s.name) for s in places]
     sites.modules_at = layers
     return tuner.model, sites.eval(), None if router is None else router.eval()

@@ -31,7 +31,6 @@ import himalaya_hest.streams.long_world # which registers the twins of the studi
 from ..streams.batching import as_asked, encode_all
 from .config import RunConfig, evaluation_schedule, micro_batches_of_step, resolve, scope_of
 from ..hest.shell import GatedLayer
-from ..himalaya.tuner import HimalayaLayer
 from ..streams.hub import get_source
 from ..streams.instructions import instructed
 from ..adapters.lora_bank import bank_bytes
@@ -183,7 +182,7 @@ def kept_inputs(
     "Widths of the inputs that are kept beside the backbone's own, each tensor once."
     kept = {}
     for path, m in layers.items():
-        alone = e < 4 and not isinstance(m, (HimalayaLayer, ShellLayer)) # PEFT's own, which cast
+        alone = e < 4 and not isinstance(m, ShellLayer) # PEFT's own, which cast
         space = spaces_of(path, 0, 0)[0].partition("_")[0]
         if alone or space != "heads": kept[path if alone or not space else (path.rpartition(".")[0], space)] = widths[path]
     return sum(kept.values())

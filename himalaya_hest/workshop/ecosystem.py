@@ -376,7 +376,7 @@ def fill(
 
 # %% ../../nbs/workshop/04_ecosystem.ipynb #eco00040
 NOTES = { # pattern of a refusal → what to know, for the page
-    "HIMALAYA's update depends on the prompt|this adapter cannot be merged": "The update is another one for each prompt, is behind gates, or lies in the stream and not in a weight, so there is no one matrix to add it to; `unload()` gives back the backbone.",
+    "update depends on the prompt|this adapter cannot be merged": "The update is another one for each prompt, is behind gates, or lies in the stream and not in a weight, so there is no one matrix to add it to; `unload()` gives back the backbone.",
     "within a batch": "One active adapter answers a whole batch. What differs between rows of a batch is the routing inside of the adapter: tasks are mixed, adapters are not.",
     "the backbone's blocks are": "Skipping a block means to know its parts, and scope `blocks` knows those of Llama, Qwen2 and Mistral; scope `directions` takes any of these families.",
     "Please specify `target_modules`": "There is no default for this family: name the modules, for instance `target_modules=[\"qkv_proj\", \"o_proj\"]` for phi3 and `[\"q_proj\", \"v_proj\"]` for smollm3 and olmo2 (tested, but for scope `blocks`).",

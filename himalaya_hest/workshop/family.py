@@ -21,7 +21,7 @@ from ..adapters.ewc import EWC
 from ..adapters.glodis import pack_sparse
 from ..ground.hooks import TaskContext
 from ..adapters.registry import Adapter, _backbone_name, adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors, parse_adapter, training_defaults
-from ..bridge.tuner_shell import pack, tiny_backbone
+from ..bridge.shell import pack, tiny_backbone
 
 # %% ../../nbs/workshop/01_family.ipynb #cc6738e3
 class ByteTokenizer:

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from ..bridge.saved import KEY, LARGEST, load_adapter, read_tensors, write_record
 from .family import attached, drive, prompts_of
-from ..bridge.tuner_shell import tiny_backbone
+from ..bridge.shell import tiny_backbone
 
 # %% ../../nbs/workshop/02_foreign_adapters.ipynb #ef8da07f
 def _file(folder): return folder/SAFETENSORS_WEIGHTS_NAME

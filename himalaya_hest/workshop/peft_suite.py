@@ -127,8 +127,9 @@ def reader(
     def fields(modules, **more): return small | dict(target_modules=modules) | more
     fresh = [fields(m, init_weights=False) for m in (["lin0"], ["lin1"])]
     custom = [("MLP 1", "MLP", fields("lin0")), ("MLP 2", "MLP", fields(["lin0", "lin1"])), ("MLP modules_to_save", "MLP", fields(["lin0"], modules_to_save=["lin1"])),
-              ("MLP LayerNorm", "MLP_LayerNorm", fields(["lin1"], seed=1)), ("Embedding, transformers Conv1D", "EmbConv1D", fields(["conv1d"]))]
-    return Subject(config, custom, [("the same layer", fresh[0], fresh[0]), ("different layers", *fresh)], [fields(None, task_type="CAUSAL_LM")], under_way, NO_MERGE, READER_SKIPS)
+              ("MLP LayerNorm", "MLP_LayerNorm", fields(["lin1"], seed=1)), ("Embedding, transformers Conv1D", "EmbConv1D", fields(["conv1d"])), ("MLP all-linear", "MLP", fields("all-linear"))]
+    decoder = [fields(None, task_type="CAUSAL_LM"), fields("all-linear", task_type="CAUSAL_LM")]
+    return Subject(config, custom, [("the same layer", fresh[0], fresh[0]), ("different layers", *fresh)], decoder, under_way, NO_MERGE, READER_SKIPS)
 
 SUBJECTS = {"himalaya": reader("himalaya_hest.himalaya.tuner:HimalayaConfig", himalaya_under_way, dict(n_slots=8, n_features=64)),
             "lora_bank": reader("himalaya_hest.adapters.lora_bank:LoraBankConfig", bank_under_way, dict(n_tasks=4))}
@@ -194,7 +195,7 @@ def gated(
     out.always = always or {}
     out.no_merge, out.skips, out.blocks = "which directions act depends on the token, so the update cannot be merged into the weights", dict(list(CORE_SKIPS.items())[1:]) | (GATED_SKIPS if decoder else {}), True
     if not decoder: out.decoder = []
-    out.custom = [(n, m, f | dict(target_modules=[f["target_modules"]] if isinstance(f["target_modules"], str) else f["target_modules"])) for n, m, f in out.custom] # a string would be the whole path
+    out.custom = [(n, m, f | dict(target_modules=[f["target_modules"]] if f["target_modules"] == "lin0" else f["target_modules"])) for n, m, f in out.custom] # a string would be the whole path
     return out
 
 GATED_SKIPS = {r"gradient_checkpointing\[True": "a reentrant checkpoint runs forward without a graph, so the energy of the gates would have no gradient: it is refused with a message that says so"}

@@ -7,6 +7,7 @@ __all__ = ['NoProtection', 'gpm_update', 'Projection', 'OWM', 'GPM', 'linear_fis
 
 # %% ../../../nbs/himalaya/published/08_protection.ipynb #ad7cb5ae
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ...ground.linalg import owm_update, pack_symmetric, unpack_symmetric
@@ -23,7 +24,9 @@ class NoProtection(nn.Module):
     def penalty(self, parameters): return None # dict by name → scalar to be added to the loss, or None
     def forget(self, name, columns): pass # these columns of this parameter begin anew
 
-NoProtection.nbytes = property(lambda self: sum(t.numel() * t.element_size() for t in self.state_dict().values())) # what is saved
+@patch(as_prop=True)
+def nbytes(self: NoProtection):  # what is saved
+    return sum(t.numel() * t.element_size() for t in self.state_dict().values())
 
 # %% ../../../nbs/himalaya/published/08_protection.ipynb #10619183
 def gpm_update(

@@ -10,6 +10,7 @@ import hashlib
 import math
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ...ground.linalg import philox_uniform
@@ -55,7 +56,9 @@ class MLPRouter(nn.Module):
     def features(self, e, tau): return mlp_features(self, e, tau)
     def forward(self, phi, gate_bias=None): return mlp_outputs(self, phi, gate_bias)
 
-MLPRouter.is_fitted = property(lambda self: bool(self.e_scale.any()))
+@patch(as_prop=True)
+def is_fitted(self: MLPRouter):
+    return bool(self.e_scale.any())
 
 # %% ../../../nbs/himalaya/published/05_router.ipynb #1dabf678
 def first_w2(

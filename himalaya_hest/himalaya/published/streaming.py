@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Callable
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor
 
 from .consolidation import slot_to_free
@@ -224,12 +225,14 @@ def biased_logits(hooks, batches): # (n, K)
     return logits if biases[0] is None else logits + torch.cat(biases)
 
 # %% ../../../nbs/himalaya/published/12_streaming.ipynb #c7bf9893
-def _state_dict(self):
+@patch
+def state_dict(self: StreamingHooks):
     recent = {f"recent.{i}.{k}": t for i, b in enumerate(self.recent) for k, t in b.items()}
     parts = {f"{p}.{k}": t.clone() for p in ("trigger", "buffer") for k, t in getattr(self, p).state_dict().items()}
     return HimalayaHooks.state_dict(self) | recent | parts | {f"masters.{k}": t for k, t in self.masters.items()} | {"stream": torch.tensor([self.segment, self.suspect, self.steps])}
 
-def _load_state_dict(self, state):
+@patch
+def load_state_dict(self: StreamingHooks, state):
     HimalayaHooks.load_state_dict(self, state)
     def under(part): return {k[len(part) + 1:]: t for k, t in state.items() if k.startswith(part + ".")}
     self.segment, self.suspect, self.steps = state["stream"].tolist()
@@ -238,5 +241,3 @@ def _load_state_dict(self, state):
     for k, t in under("recent").items(): recent.setdefault(int(k.split(".")[0]), {})[k.split(".", 1)[1]] = t.clone()
     self.recent = [recent[i] for i in sorted(recent)]
     watch(self)
-
-StreamingHooks.state_dict, StreamingHooks.load_state_dict = _state_dict, _load_state_dict

@@ -10,6 +10,7 @@ __all__ = ['GAINS', 'direction', 'SymmetricUpdate', 'orthonormal_rows', 'Symmetr
 from dataclasses import dataclass
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..dictionary import Site
@@ -89,7 +90,9 @@ class SymmetricDictionary(nn.Module):
         else: self.register_buffer("gain", gains, persistent=False)
     def forward(self, slots, coefficients, s=None): return symmetric_update(self, slots, coefficients, s)
 
-SymmetricDictionary.write = property(lambda self: self.read)
+@patch(as_prop=True)
+def write(self: SymmetricDictionary):
+    return self.read
 
 # %% ../../../nbs/himalaya/published/03_symmetric.ipynb #f529f6a9
 def check_symmetric(sites, n_slots, n_core, gain):

@@ -7,6 +7,7 @@ __all__ = ['WindowTrigger', 'CosineTrigger', 'EnergyTrigger', 'LossTrigger', 'Co
 
 # %% ../../../nbs/himalaya/published/06_triggers.ipynb #6c51db68
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ...ground.linalg import leading_directions, quantise_rows, reject, unit
@@ -135,7 +136,9 @@ class ResidualBuffer(nn.Module):
         return leading_directions([x], min(k, len(x)))
     def clear(self): self.pushed.zero_()
 
-ResidualBuffer.nbytes = property(lambda self: sum(t.numel() * t.element_size() for t in self.state_dict().values()))
+@patch(as_prop=True)
+def nbytes(self: ResidualBuffer):
+    return sum(t.numel() * t.element_size() for t in self.state_dict().values())
 
 # %% ../../../nbs/himalaya/published/06_triggers.ipynb #2cbd706b
 def dead_starts(
