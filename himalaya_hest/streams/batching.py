@@ -128,7 +128,7 @@ def encode(
     tokenizer, # a transformers tokenizer with an end token
     max_length: int, # tokens of a whole row at most
     max_new_tokens: int, # tokens of a target at most, its end token included
-) -> dict: # input_ids, labels, prompt_mask, instruction_mask: lists of one length; prompt_cut, target_cut: tokens cut off
+) -> dict: # lists input_ids, labels, prompt_mask, instruction_mask; counts prompt_cut, target_cut
     """A training row. `ValueError` if instruction and target leave no room for a prompt,
     or the tokenizer has no end token."""
     return encode_all([example], tokenizer, max_length, max_new_tokens)[0]
@@ -232,7 +232,7 @@ def chat_rows(
 ) -> list[dict]: # rows of lists, see `encode`
     "Encode examples through the tokenizer's chat template."
     c = tokenizer.chat
-    # no line end in front of a prompt without instruction: templates often strip what they are given
+    # a prompt without instruction begins with no line end: templates often strip what they get
     asked = ["\n".join(p for p in (e.instruction, e.prompt) if p) for e in examples]
     questions = stretches([c.left + q + c.right for q in asked], tokenizer,
                           c.behind if c.head else "")
@@ -355,7 +355,7 @@ class Collator:
         if not marks_instruction: del self.fill["instruction_mask"]
     def __call__(self,
         rows: list[dict], # rows with lists under the keys of PADDED, labels optional
-    ) -> dict[str, Tensor]: # those keys and attention_mask, each (b, n); masks bool, the others long
+    ) -> dict[str, Tensor]: # those keys and attention_mask, each (b, n); dtypes as in PADDED
         if not rows: raise ValueError("a batch needs at least one row, got none")
         # a batch of nothing but padding, as wide as its longest row
         lengths = [len(r["input_ids"]) for r in rows]
