@@ -24,7 +24,7 @@ from himalaya_hest.streams.mini_world import (
 # %% ../../nbs/streams/08_backbone.ipynb #c6bde3f1
 SKILLS = {}
 
-def skill(*wordings, # names in grammar.yaml → generic: one or several wordings that this maker serves
+def skill(*wordings, # names in grammar.yaml → generic: the wordings that this maker serves
           weight=1): # how often it is drawn
     "Register a maker `(dice, lex, wording) -> (prompt, target)`."
     def register(function):
@@ -330,13 +330,13 @@ def seed_copying(
         model.config.hidden_size // model.config.num_attention_heads // 2,
     )
     theta = model.config.rope_parameters["rope_theta"] ** -(torch.arange(half) / half)
-    # three projections with orthonormal rows, so that what one writes another reads undisturbed
+    # orthonormal rows: what is written through a projection is read back through it unchanged
     read, write, copy = (torch.linalg.qr(torch.randn(d, 2 * half, generator=generator))[0].T.clone()
                          for _ in range(3))
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.mul_(shrink)
         layer.mlp.down_proj.weight.mul_(shrink)
-    # dimension 0 is the constant, which nothing else reads
+    # dimension 0 holds the constant, so tokens are read and copied without it
     model.model.embed_tokens.weight[:, 0] = .3
     read[:, 0] = copy[:, 0] = 0
 

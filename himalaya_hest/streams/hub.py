@@ -60,6 +60,7 @@ def disk_error(
     cache_dir, # where data would have gone
 ) -> Exception: # to be raised instead
     "Trouble with the cache's folder in one sentence; other errors as they are."
+    # the two have different ways out: room, or another folder
     number = e.errno if isinstance(e, OSError) else None
     if number in NO_ROOM:
         return OSError(
@@ -698,6 +699,7 @@ def checked_repo(
 ) -> str: # owner/name
     "The repository of a task; `ValueError` where there is none or its name cannot be one."
     from huggingface_hub.utils import HFValidationError, validate_repo_id
+    # a stream for another source names none, and no path may pass for a name
     if not task.repo:
         raise ValueError(
             f"task '{task.name}' names no `repo`; add one in the stream file, or {ELSEWHERE}"
@@ -828,6 +830,7 @@ def get_source(
     cache_dir: str = ".cache", # hub: folder of what was downloaded
 ) -> Source:
     "A source by name; an error that names the way out for one that is unknown or incomplete."
+    # only the folder can be missing: the world and the cache have defaults
     if name == "mini": return MiniSource(world or "main")
     if name == "local":
         if not data_dir:
