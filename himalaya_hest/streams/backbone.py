@@ -94,7 +94,7 @@ def around(dice, lex, sentence, language):
 # %% ../../nbs/streams/08_backbone.ipynb #1efbbead
 @skill("pair", weight=10)
 def compare(dice, lex, wording):
-    # english about as often as all others together
+    # half of the pairs are English, the others spread over all languages
     relation, language = dice.below(3), dice.pick(list(lex["facts"]) + ["en"] * 6)
     first, second, other = pair(dice, lex, relation, language,
                                 how=dice.pick(("say", "say", "echo")))

@@ -232,6 +232,7 @@ class NumberedDataset:
         if not inside: self.first, self.block = i, self.values(i, min(i + BLOCK, len(self)))
         return i + 1, self.block[i - self.first]
     def values(self, start, stop):
+        # which row of a block it was is not known
         try: return self.dataset[start:stop].to_pylist()
         except (OverflowError, ValueError) as e:
             rows = f"row {stop}" if stop == start + 1 else f"one of the rows {start + 1} to {stop}"

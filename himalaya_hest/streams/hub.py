@@ -305,7 +305,7 @@ def _as_found(builder, folder):
         f.name: v for f in fields(builder.config)
         if f.name not in own and (v := getattr(builder.config, f.name)) != getattr(plain, f.name)
     }
-    # Parquet is read without the library, which would leave these two out in silence
+    # Parquet is read without the library: these two would be passed over in silence
     if unread := {"columns", "filters"} & set(options):
         raise ValueError(f"its option {min(unread)!r} of the Parquet reader is not known here")
     relative = lambda path: (
@@ -538,6 +538,7 @@ def files_of(
                 f"{f' in the configuration {config!r}' if config else ''}"
                 f"{nearest(split, splits)}; there are {', '.join(splits)}. Correct the key `splits`"
             )
+        # a row's configuration may be its language
         names += [(config, name) for name in splits[split]]
     return Files(tuple(names), kind, options)
 

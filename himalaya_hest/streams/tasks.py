@@ -734,6 +734,7 @@ def load_stream(
 # %% ../../nbs/streams/01_tasks.ipynb #df18aab3
 def _load(text, within):
     "`within`: the streams that extend this one."
+    # no chain is that long but by mistake
     if text in within or len(within) > 20:
         raise ValueError(
             f"{within[-1]}, key 'extends': streams that extend each other; "
