@@ -395,7 +395,7 @@ def whole_parser() -> argparse.ArgumentParser: # with all subcommands
         child = subparsers.add_parser(
             name, help=said, parents=[parser_of(f"himalaya-hest {name}", add_help=False)]
         )
-        # by name: the commands call like things alike
+        # one rule for all commands, as they call like arguments alike
         for action in child._actions:
             if action.dest == "adapters": action.choices = adapter_names()
             elif action.dest in ("given", "grid", "record", "adapter_module"):
@@ -481,7 +481,7 @@ def main(
               f"pip install 'himalaya_hest[{EXTRAS[package]}]'", file=sys.stderr)
         return 2
 
-    # the package's own errors are about what was asked for; all others keep their traceback
+    # a mistake in what was asked for is one line; any other error keeps its traceback
     except Exception as e:
         if (not isinstance(e, (ValueError, FileNotFoundError))
             and type(e).__module__.partition(".")[0] != "himalaya_hest"):

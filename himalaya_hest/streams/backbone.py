@@ -200,7 +200,7 @@ def generic_example(
     dice: Dice, # the draws
 ) -> tuple[str, str, str]: # instruction, prompt, target
     "One example of the generic text, with the words of either world."
-    # the words of both worlds, and a skill by its weight
+    # either world, and a skill as often as its weight says
     lex = lexicon(dice.pick(WORLDS))
     wording = dice.pick([w for w, (_, weight) in SKILLS.items() for _ in range(weight)])
     prompt, target = SKILLS[wording][0](dice, lex, wording)
