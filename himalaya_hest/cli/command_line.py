@@ -16,31 +16,21 @@ from pathlib import Path
 # %% ../../nbs/cli/01_command_line.ipynb #0b8a7369
 def _evaluate_parser(called, **further):
     parser = argparse.ArgumentParser(
-        called,
-        **further,
-        description="Tables, figures as PDF and metrics.json of finished runs; of several, their "
-        "comparison. Nothing is trained.",
+        called, **further,
+        description="Tables, figures as PDF and metrics.json of finished runs; "
+                    "of several, their comparison. Nothing is trained.",
     )
-    parser.add_argument(
-        "results_dir",
-        nargs="?",
-        default="runs",
-        help="folder of run folders, or of committed records (default: runs)",
-    )
-    parser.add_argument(
-        "--run-ids",
-        default="",
-        help="names with commas between them; all: every finished run (default: the most recent)",
-    )
-    parser.add_argument(
-        "--output-dir", default="", help="where files are written (default: beside the runs)"
-    )
-    parser.add_argument(
-        "--source",
-        default="disk",
-        choices=("disk", "wandb"),
-        help="wandb: the records that runs sent there",
-    )
+    # which runs, and where to
+    parser.add_argument("results_dir", nargs="?", default="runs",
+                        help="folder of run folders, or of committed records (default: runs)")
+    parser.add_argument("--run-ids", default="",
+                        help="names with commas between them; "
+                             "all: every finished run (default: the most recent)")
+    parser.add_argument("--output-dir", default="",
+                        help="where files are written (default: beside the runs)")
+    # records that are not on this disk
+    parser.add_argument("--source", default="disk", choices=("disk", "wandb"),
+                        help="wandb: the records that runs sent there")
     parser.add_argument("--wandb-entity", default="", help="user or team (default: the key's own)")
     parser.add_argument("--wandb-project", default="", help="default: himalaya-hest")
     return parser
@@ -56,27 +46,24 @@ def evaluate(
     from himalaya_hest.jobs.tracking import read_source
     a = _evaluate_parser(called).parse_args(arguments)
     shown = evaluate_runs(
-        a.results_dir,
-        a.run_ids,
-        read_source(a.source, a.run_ids, a.wandb_entity, a.wandb_project),
-        a.output_dir,
+        a.results_dir, a.run_ids,
+        read_source(a.source, a.run_ids, a.wandb_entity, a.wandb_project), a.output_dir,
     )
+    # the empty text sets the tables off from what was printed on the way
     print("", *(x for x in shown if isinstance(x, Table)), sep="\n\n")
     return 0
 
 # %% ../../nbs/cli/01_command_line.ipynb #79a54970
 def _search_parser(called, **further):
     parser = argparse.ArgumentParser(
-        called,
-        **further,
-        description="Search the settings of an adapter on its development stream, never on the one "
-        "that is reported. The same command goes on after a kill, and several at once "
-        "share the trials.",
+        called, **further,
+        description="Search the settings of an adapter on its development stream, "
+                    "never on the one that is reported. "
+                    "The same command goes on after a kill, and several at once share the trials.",
     )
     _run_arguments(parser)
-    parser.add_argument(
-        "--trials", type=int, default=12, help="settings that are tried (default: 12)"
-    )
+    parser.add_argument("--trials", type=int, default=12,
+                        help="settings that are tried (default: 12)")
     return parser
 
 # %% ../../nbs/cli/01_command_line.ipynb #cc4b6f78
@@ -91,38 +78,39 @@ def search(
     from himalaya_hest.measures.records import Table
     from himalaya_hest.jobs.search import search as searched, with_setting
     a = _search_parser(called).parse_intermixed_args(arguments)
+
+    # what would search nothing is refused, with the command that was perhaps meant
     config = resolve(dict(n_trials=a.trials) | read_arguments(a.given))
     if config.dry_run:
         raise ValueError(
-            "dry_run: a search has no plan of its own; `himalaya-hest plan` with the same "
-            "arguments says what one run takes"
+            "dry_run: a search has no plan of its own; "
+            "`himalaya-hest plan` with the same arguments says what one run takes"
         )
     if not config.n_trials:
         raise ValueError(
             f"--trials {a.trials}, mode {config.mode!r}: no setting would be searched; "
             "give --trials a number above 0, and leave out mode=trial"
         )
+
+    # the best setting becomes a run that searches no more
     found = searched(
         config, lambda parameters, on_task: run_continual(parameters, quiet=True, on_task=on_task)
     )
     best = resolve(with_setting(config, found["best"]["setting"], n_trials=0, search={}, run_id=""))
     path = Path(config.results_dir)/"search"/f"{found['name']}.yaml"
     save_config(best, path)
+
+    # every trial, also those that were given up
     names = list(found["space"])
-    rows = [
-        [t["number"] + 1, t["state"], t["auc"], *(t["setting"].get(n) for n in names)]
-        for t in found["trials"]
-    ]
-    print(
-        Table(
-            f"{config.adapter}: {found['n_trials']} trials on the first {found['n_tasks']} "
-            f"tasks of {found['stream']}; trial {found['best']['number'] + 1} is taken, mean "
-            f"AUC {found['best']['mean_auc']:.3f} over {found['best']['pairs']} (seed, order) "
-            "pairs",
-            ["trial", "state", "AUC", *names],
-            rows,
-        )
-    )
+    rows = [[t["number"] + 1, t["state"], t["auc"], *(t["setting"].get(n) for n in names)]
+            for t in found["trials"]]
+    print(Table(
+        f"{config.adapter}: {found['n_trials']} trials on the first {found['n_tasks']} tasks "
+        f"of {found['stream']}; trial {found['best']['number'] + 1} is taken, "
+        f"mean AUC {found['best']['mean_auc']:.3f} "
+        f"over {found['best']['pairs']} (seed, order) pairs",
+        ["trial", "state", "AUC", *names], rows,
+    ))
     print(f"\n{path}: `himalaya-hest run {path}` is the run with it")
     return 0
 
@@ -139,29 +127,24 @@ def step_clock():
 # %% ../../nbs/cli/01_command_line.ipynb #d745f1bd
 def _bench_parser(called, **further):
     parser = argparse.ArgumentParser(
-        called,
-        **further,
+        called, **further,
         description="What adapters cost on this machine: bytes, process time of a training step, "
-        "overhead of generation at batch 1 (medians; generations with and without the "
-        "adapter are interleaved).",
+                    "overhead of generation at batch 1 "
+                    "(medians; generations with and without the adapter are interleaved).",
         epilog="The benchmarks behind the committed records are scripts of the repository "
-        "(bench/); the pages that show them name their commands.",
+               "(bench/); the pages that show them name their commands.",
     )
+    # what is measured
     parser.add_argument(
-        "adapters",
-        nargs="*",
-        metavar="ADAPTER",
+        "adapters", nargs="*", metavar="ADAPTER",
         help="names, see `himalaya-hest list adapters` (default: himalaya, lora-bank, lora)",
     )
     parser.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        dest="given",
-        help="parameters of the runs, such as model=FOLDER, stream=my.yaml, source=local, "
-        "data_dir=FOLDER, adapter_module=FILE",
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", dest="given",
+        help="parameters of the runs, such as model=FOLDER, stream=my.yaml, "
+             "source=local, data_dir=FOLDER, adapter_module=FILE",
     )
+    # how long
     parser.add_argument("--steps", type=int, default=30, help="optimiser steps (default: 30)")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of generations (default: 20)")
     return parser
@@ -178,6 +161,8 @@ def bench(
     from himalaya_hest.jobs.run import run_continual
     from himalaya_hest.running.plan import read_arguments
     from himalaya_hest.measures.records import Table
+
+    # every adapter's settings are looked at before the first is measured
     a, rows = _bench_parser(called).parse_intermixed_args(arguments), []
     if min(a.steps, a.pairs) < 2:
         raise ValueError(
@@ -186,6 +171,8 @@ def bench(
     given = dict(n_tasks=1) | read_arguments(a.given)
     adapters = a.adapters or ["himalaya", "lora-bank", "lora"]
     for adapter in adapters: resolve(given | dict(adapter=adapter))
+
+    # few rows are scored, as scores are not shown
     with tempfile.TemporaryDirectory() as folder:
         given |= dict(
             training=dict(max_steps=a.steps) | given.get("training", {}),
@@ -198,42 +185,32 @@ def bench(
             record = run_continual(
                 given | dict(adapter=adapter, run_id=adapter), quiet=True, hooks=(clock,)
             )
+            # a step lasts from the end of the one before to its own
             s, steps = record["summary"], [b - a for a, b in zip(clock.times_s, clock.times_s[1:])]
-            rows.append(
-                [
-                    adapter,
-                    s["adapter_mb"],
-                    s["serving_mb"],
-                    1e3 * statistics.median(steps),
-                    s["cpu_latency_overhead"],
-                ]
-            )
+            rows.append([adapter, s["adapter_mb"], s["serving_mb"],
+                         1e3 * statistics.median(steps), s["cpu_latency_overhead"]])
+
+    # the last run speaks for all: model, task and batch are the same
     c = record["config"]
-    print(
-        Table(
-            f"model {c['model']}, task {record['tasks'][0]}: {len(clock.times_s)} steps of "
-            f"{c['training']['per_device_train_batch_size']} rows, {a.pairs} pairs of "
-            "generations",
-            ["adapter", "adapter MB", "serving MB", "step, ms", "CPU latency +"],
-            rows,
-        )
-    )
+    print(Table(
+        f"model {c['model']}, task {record['tasks'][0]}: {len(clock.times_s)} steps of "
+        f"{c['training']['per_device_train_batch_size']} rows, {a.pairs} pairs of generations",
+        ["adapter", "adapter MB", "serving MB", "step, ms", "CPU latency +"], rows,
+    ))
     return 0
 
 # %% ../../nbs/cli/01_command_line.ipynb #b9a23e38
 def _report_parser(called, **further):
     parser = argparse.ArgumentParser(
-        called,
-        **further,
-        description="What the adapter of a finished run is: bytes by part, which atoms or gates work, "
-        "what it spent.",
+        called, **further,
+        description="What the adapter of a finished run is: "
+                    "bytes by part, which atoms or gates work, what it spent.",
     )
     parser.add_argument("run", help="folder of a finished run")
     parser.add_argument(
-        "--adapter-module",
-        default="",
-        help="where the module of an adapter of one's own lies, for a run that was made with "
-        "one; its code is run",
+        "--adapter-module", default="",
+        help="where the module of an adapter of one's own lies, "
+             "for a run that was made with one; its code is run",
     )
     return parser
 
@@ -248,17 +225,16 @@ def report(
     from himalaya_hest.himalaya.tuner import HimalayaModel
     from himalaya_hest.jobs.finished_run import open_run
     from himalaya_hest.measures.records import byte_table
+
+    # the report is read off the model itself, so the run is opened with its adapter
     a = _report_parser(called).parse_args(arguments)
     run = open_run(a.run, adapter_module=a.adapter_module)
     tuner, spent = run.model.base_model, run.record["summary"]
     print(
-        himalaya_report(run.model)
-        if isinstance(tuner, HimalayaModel)
-        else (
-            hest_report(run.model, energy=spent if spent.get("joules_source") else None)
-            if isinstance(tuner, GatedModel)
-            else byte_table(run.record)
-        )
+        himalaya_report(run.model) if isinstance(tuner, HimalayaModel)
+        else hest_report(run.model, energy=spent if spent.get("joules_source") else None)
+        if isinstance(tuner, GatedModel)
+        else byte_table(run.record)
     )
     return 0
 
@@ -287,11 +263,9 @@ def names(
 # %% ../../nbs/cli/01_command_line.ipynb #eadd0b0d
 def _run_arguments(parser):
     parser.add_argument(
-        "given",
-        nargs="*",
-        metavar="FILE or NAME=VALUE",
-        help="run files, laid over one another, then single parameters, nested ones with a dot: "
-        "training.learning_rate=0.001",
+        "given", nargs="*", metavar="FILE or NAME=VALUE",
+        help="run files, laid over one another, then single parameters, "
+             "nested ones with a dot: training.learning_rate=0.001",
     )
 
 # %% ../../nbs/cli/01_command_line.ipynb #fc36b68c
@@ -305,20 +279,22 @@ def _parser_of_runs(description, epilog=None):
 
 # %% ../../nbs/cli/01_command_line.ipynb #e5ed9335
 _run_parser = _parser_of_runs(
-    "One run: an adapter learns a stream of tasks. Without arguments HIMALAYA on the mini "
-    "study, two minutes on a CPU. The same command goes on after a kill.",
-    "Every parameter with its meaning: nbs/96_run_files.ipynb. Several processes: torchrun "
-    "--nproc-per-node N -m himalaya_hest.jobs.launch, with the same arguments.",
+    "One run: an adapter learns a stream of tasks. "
+    "Without arguments HIMALAYA on the mini study, two minutes on a CPU. "
+    "The same command goes on after a kill.",
+    "Every parameter with its meaning: nbs/96_run_files.ipynb. Several processes: "
+    "torchrun --nproc-per-node N -m himalaya_hest.jobs.launch, with the same arguments.",
 )
 _fetch_parser = _parser_of_runs(
-    "Download and tokenise all rows of a run into its cache_dir, for machines without a "
-    "network; says how to fetch the backbone. Needs no GPU."
+    "Download and tokenise all rows of a run into its cache_dir, for machines without a network; "
+    "says how to fetch the backbone. Needs no GPU."
 )
 _plan_parser = _parser_of_runs(
-    "Steps, tokens, memory, hours and downloads of a run, from a formula. Nothing is "
-    "loaded, downloaded or written."
+    "Steps, tokens, memory, hours and downloads of a run, from a formula. "
+    "Nothing is loaded, downloaded or written."
 )
 
+# %% ../../nbs/cli/01_command_line.ipynb #4df81528
 def run(
     arguments: list[str], # of the command line
     called: str = "himalaya-hest run", # how the command was called
@@ -338,20 +314,17 @@ def fetch(
     from himalaya_hest.running.config import resolve
     from himalaya_hest.jobs.run import fetch_data
     from himalaya_hest.running.plan import model_folder, read_arguments
+    # the rows, task by task
     config = resolve(read_arguments(given))
     for name, rows in fetch_data(config).items():
-        print(
-            f"{name}: {len(rows.train):,} rows for training, "
-            f"{len(rows.evaluation.prompts):,} for evaluation"
-        )
+        print(f"{name}: {len(rows.train):,} rows for training, "
+              f"{len(rows.evaluation.prompts):,} for evaluation")
     print(f"in {config.cache_dir}")
+    # a backbone that is a folder is here already
     if not model_folder(config.model):
-        print(
-            "the backbone: hf download "
-            + config.model
-            + (f" --revision {config.model_revision}" if config.model_revision else "")
-            + ' --include "*.json" "*.safetensors" "*.model"'
-        )
+        print("the backbone: hf download " + config.model
+              + (f" --revision {config.model_revision}" if config.model_revision else "")
+              + ' --include "*.json" "*.safetensors" "*.model"')
     return 0
 
 # %% ../../nbs/cli/01_command_line.ipynb #6c7b8191
@@ -388,14 +361,13 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 def _completion_parser(called, **further):
     parser = argparse.ArgumentParser(
-        called,
-        **further,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        called, **further, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Print a script that completes commands, options, adapters and files.",
         epilog="bash:  himalaya-hest completion bash > "
-        "~/.local/share/bash-completion/completions/himalaya-hest\nzsh:   himalaya-hest "
-        "completion zsh > DIRECTORY_OF_FPATH/_himalaya-hest\ntcsh:  himalaya-hest "
-        "completion tcsh > ~/.himalaya-hest.tcsh; source it in ~/.tcshrc",
+               "~/.local/share/bash-completion/completions/himalaya-hest\n"
+               "zsh:   himalaya-hest completion zsh > DIRECTORY_OF_FPATH/_himalaya-hest\n"
+               "tcsh:  himalaya-hest completion tcsh > ~/.himalaya-hest.tcsh; "
+               "source it in ~/.tcshrc",
     )
     parser.add_argument("shell", choices=SHELLS)
     return parser
@@ -416,41 +388,32 @@ def whole_parser() -> argparse.ArgumentParser: # with all subcommands
     "One parser of everything, for completion and for documentation."
     import shtab
     from himalaya_hest.adapters.registry import adapter_names
+    # each command's own parser, without the help that the whole adds
     whole = argparse.ArgumentParser("himalaya-hest")
     subparsers = whole.add_subparsers(dest="command")
     for name, (said, _, parser_of) in COMMANDS.items():
         child = subparsers.add_parser(
             name, help=said, parents=[parser_of(f"himalaya-hest {name}", add_help=False)]
         )
+        # one rule for all commands, as they call like arguments alike
         for action in child._actions:
             if action.dest == "adapters": action.choices = adapter_names()
             elif action.dest in ("given", "grid", "record", "adapter_module"):
                 action.complete = shtab.FILE
-            elif action.dest in (
-                "results_dir",
-                "output_dir",
-                "run",
-                "folder",
-                "records",
-                "cache_dir",
-            ):
+            elif action.dest in ("results_dir", "output_dir", "run", "folder", "records",
+                                 "cache_dir"):
                 action.complete = shtab.DIRECTORY
     return whole
 
 # %% ../../nbs/cli/01_command_line.ipynb #96ae84e2
-COMMANDS = {  # name: (help, function, parser)
+# name: (help, function, parser)
+COMMANDS = {
     "run": ("one run: an adapter learns a stream of tasks", run, _run_parser),
     "plan": ("steps, memory, hours and downloads of a run, and nothing else", plan, _plan_parser),
-    "fetch": (
-        "download and tokenise the rows of a run, for machines without a network",
-        fetch,
-        _fetch_parser,
-    ),
-    "evaluate": (
-        "tables, figures and metrics.json of finished runs, and their comparison",
-        evaluate,
-        _evaluate_parser,
-    ),
+    "fetch": ("download and tokenise the rows of a run, for machines without a network",
+              fetch, _fetch_parser),
+    "evaluate": ("tables, figures and metrics.json of finished runs, and their comparison",
+                 evaluate, _evaluate_parser),
     "search": ("the settings of an adapter, on its development stream", search, _search_parser),
     "grid": ("many runs, on this machine or on Slurm", *_of_module(_grid)),
     "rerun": ("run again what a record says, and compare", *_of_module(_rerun)),
@@ -462,73 +425,66 @@ COMMANDS = {  # name: (help, function, parser)
 }
 
 # package: the extra that brings it
-EXTRAS = dict(
-    optuna="search",
-    submitit="grid",
-    wandb="wandb",
-    bitsandbytes="nf4",
-    onnx="onnx",
-    onnxscript="onnx",
-    onnxruntime="onnx",
-)
+EXTRAS = dict(optuna="search", submitit="grid", wandb="wandb", bitsandbytes="nf4",
+              onnx="onnx", onnxscript="onnx", onnxruntime="onnx")
 
+# %% ../../nbs/cli/01_command_line.ipynb #bc904c5d
 def help_text() -> str:
     "What `himalaya-hest --help` says."
     width = max(map(len, COMMANDS))
-    return "\n".join(
-        [
-            "usage: himalaya-hest COMMAND ...",
-            "",
-            "One small adapter, a long stream of tasks: what it keeps, what it forgets, what "
-            "it costs.",
-            "",
-            "commands:",
-            *(f"  {name:{width}}  {said}" for name, (said, *_) in COMMANDS.items()),
-            "",
-            "himalaya-hest COMMAND --help says more; --version says the version.",
-        ]
-    )
+    return "\n".join([
+        "usage: himalaya-hest COMMAND ...",
+        "",
+        "One small adapter, a long stream of tasks: what it keeps, what it forgets, what it costs.",
+        "",
+        "commands:",
+        *(f"  {name:{width}}  {said}" for name, (said, *_) in COMMANDS.items()),
+        "",
+        "himalaya-hest COMMAND --help says more; --version says the version.",
+    ])
 
 # %% ../../nbs/cli/01_command_line.ipynb #05dc9bb8
 def main(
     arguments: list[str] | None = None, # of the command line; None: those of this process
 ) -> int: # exit status
     "The command `himalaya-hest`."
+    # what needs no command
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0] in ("-h", "--help"): print(help_text()); return 0
     if arguments[0] == "--version":
         from himalaya_hest import __version__
         print(__version__); return 0
+
+    # a misspelt command is told with the nearest one
     name, *rest = arguments
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        print(
-            f"himalaya-hest: there is no command {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ".")
-            + f" Commands: {', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
+        print(f"himalaya-hest: there is no command {name!r}"
+              + (f"; did you mean {near[0]!r}?" if near else ".")
+              + f" Commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+
+    # flushed inside, or a reader that has gone would be noticed only after the return
     try:
         code = COMMANDS[name][1](rest, f"himalaya-hest {name}")
         sys.stdout.flush()
         return code
-    except BrokenPipeError: # `... | head` has read enough
+    # `... | head` has read enough; what is left to write goes nowhere
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+    # an extra that is missing has a name; another missing module is a fault
     except ImportError as e:
         if (package := (e.name or "").partition(".")[0]) not in EXTRAS: raise
-        print(
-            f"himalaya-hest {name}: this needs {package}, which is not installed: pip "
-            f"install 'himalaya_hest[{EXTRAS[package]}]'",
-            file=sys.stderr,
-        )
+        print(f"himalaya-hest {name}: this needs {package}, which is not installed: "
+              f"pip install 'himalaya_hest[{EXTRAS[package]}]'", file=sys.stderr)
         return 2
+
+    # a mistake in what was asked for is one line; any other error keeps its traceback
     except Exception as e:
-        if (
-            not isinstance(e, (ValueError, FileNotFoundError))
-            and type(e).__module__.partition(".")[0] != "himalaya_hest"
-        ):
+        if (not isinstance(e, (ValueError, FileNotFoundError))
+            and type(e).__module__.partition(".")[0] != "himalaya_hest"):
             raise
         print(f"himalaya-hest {name}: {e}", file=sys.stderr)
         return 2

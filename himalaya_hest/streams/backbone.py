@@ -24,7 +24,7 @@ from himalaya_hest.streams.mini_world import (
 # %% ../../nbs/streams/08_backbone.ipynb #c6bde3f1
 SKILLS = {}
 
-def skill(*wordings, # names in grammar.yaml → generic: one or several wordings that this maker serves
+def skill(*wordings, # names in grammar.yaml → generic: the wordings that this maker serves
           weight=1): # how often it is drawn
     "Register a maker `(dice, lex, wording) -> (prompt, target)`."
     def register(function):
@@ -49,10 +49,8 @@ def translate(dice, lex, wording):
 @skill("first", "second", "last", weight=2)
 def choose_sentence(dice, lex, wording):
     s = [parallel(dice, lex)["en"] for _ in range(3)]
-    return (
-        dice.pick(("", "text : ", "three : ")) + " . ".join(s) + " .",
-        s[{"first": 0, "second": 1, "last": 2}[wording]],
-    )
+    return (dice.pick(("", "text : ", "three : ")) + " . ".join(s) + " .",
+            s[{"first": 0, "second": 1, "last": 2}[wording]])
 
 # %% ../../nbs/streams/08_backbone.ipynb #fe7ecbb2
 @skill("short")
@@ -65,10 +63,8 @@ def shorten(dice, lex, wording):
 def echo(dice, lex, wording):
     "Words without sense, so that copying does not lean on meaning."
     letters = "abcdefghijklmnopqrstuvwxyz"
-    words = [
-        "".join(dice.pick(letters) for _ in range(1 + dice.below(5)))
-        for _ in range(2 + dice.below(5))
-    ]
+    words = ["".join(dice.pick(letters) for _ in range(1 + dice.below(5)))
+             for _ in range(2 + dice.below(5))]
     text = " ".join(words)
     return text, text
 
@@ -85,9 +81,8 @@ def look_up_or_missing(dice, lex, wording):
     there = dice.below(3) > 0
     row = question_row(dice, lex, "en", there)
     parts = (row["context"], row["question"])
-    return joined(dice, *(parts if dice.below(2) else parts[::-1])), (
-        row["answers"]["text"][0] if there else "missing"
-    )
+    return (joined(dice, *(parts if dice.below(2) else parts[::-1])),
+            row["answers"]["text"][0] if there else "missing")
 
 # %% ../../nbs/streams/08_backbone.ipynb #bd6d7589
 def around(dice, lex, sentence, language):
@@ -99,19 +94,16 @@ def around(dice, lex, sentence, language):
 # %% ../../nbs/streams/08_backbone.ipynb #1efbbead
 @skill("pair", weight=10)
 def compare(dice, lex, wording):
+    # half of the pairs are English, the others spread over all languages
     relation, language = dice.below(3), dice.pick(list(lex["facts"]) + ["en"] * 6)
-    first, second, other = pair(
-        dice, lex, relation, language, how=dice.pick(("say", "say", "echo"))
-    )
+    first, second, other = pair(dice, lex, relation, language,
+                                how=dice.pick(("say", "say", "echo")))
+    # places, a second fact and a frame, so that the answer lies in the facts alone
     first = around(dice, lex, first, language)
     if dice.below(4) == 0: first += " . " + other
     frame = dice.pick(("{s}", "{s}", "it seems {s}", "maybe {s} ?"))
-    return (
-        joined(
-            dice, dice.pick(("", "a : ")) + first, dice.pick(("", "b : ")) + frame.format(s=second)
-        ),
-        relation,
-    )
+    return joined(dice, dice.pick(("", "a : ")) + first,
+                  dice.pick(("", "b : ")) + frame.format(s=second)), relation
 
 # %% ../../nbs/streams/08_backbone.ipynb #020c5fb9
 @skill("claim", weight=6)
@@ -129,20 +121,15 @@ def check_claim(dice, lex, wording):
 def check_reply(dice, lex, wording):
     a, b, _ = draw_facts(dice, lex, 3)
     off = dice.below(2)
-    return (
-        joined(dice, tell(a, lex, how="ask"), around(dice, lex, tell(b if off else a, lex), "en")),
-        off,
-    )
+    return joined(dice, tell(a, lex, how="ask"),
+                  around(dice, lex, tell(b if off else a, lex), "en")), off
 
 # %% ../../nbs/streams/08_backbone.ipynb #ce7c2892
 @skill("mood", weight=2)
 def mood(dice, lex, wording):
     bad = dice.below(2)
-    return (
-        dice.pick(("", "anna says ", "in rome "))
-        + review(dice, lex, dice.pick(("screen", "shop")), 1 - bad, 1 + dice.below(2)),
-        bad,
-    )
+    return (dice.pick(("", "anna says ", "in rome "))
+            + review(dice, lex, dice.pick(("screen", "shop")), 1 - bad, 1 + dice.below(2))), bad
 
 # %% ../../nbs/streams/08_backbone.ipynb #85f3710b
 @skill("field", weight=2)
@@ -155,28 +142,21 @@ def field(dice, lex, wording):
 @skill("kind", weight=4)
 def kind(dice, lex, wording):
     name, nouns = dice.pick(list(lex["kinds"].items()))
-    return (
-        dice.pick(("{n}", "a {n} in {p}", "{p} has a {n}", "{p} / a {n}")).format(
-            n=dice.pick(nouns), p=dice.pick(lex["places"])
-        ),
-        name,
-    )
+    return dice.pick(("{n}", "a {n} in {p}", "{p} has a {n}", "{p} / a {n}")).format(
+        n=dice.pick(nouns), p=dice.pick(lex["places"])
+    ), name
 
 # %% ../../nbs/streams/08_backbone.ipynb #2f238618
 @skill("asked", weight=2)
 def asked(dice, lex, wording):
     n, words = dice.below(6), lex["facts"]["en"]
     text = lex["questions"][n].format(
-        name=dice.pick(words["names"]),
-        verb=dice.pick(words["verbs"]),
-        thing=dice.pick(words["things"]),
-        organisation=dice.pick(lex["organisations"]),
+        name=dice.pick(words["names"]), verb=dice.pick(words["verbs"]),
+        thing=dice.pick(words["things"]), organisation=dice.pick(lex["organisations"]),
     )
-    return (
-        dice.pick(("", "so : ", f"{dice.pick(words['names'])} in {dice.pick(lex['places'])} : "))
-        + text,
-        n,
-    )
+    return dice.pick(
+        ("", "so : ", f"{dice.pick(words['names'])} in {dice.pick(lex['places'])} : ")
+    ) + text, n
 
 # %% ../../nbs/streams/08_backbone.ipynb #d6a8aa67
 @skill("who", "where", "which", "tagged", weight=1)
@@ -184,10 +164,11 @@ def entities(dice, lex, wording):
     fact = draw_facts(dice, lex, 1)[0]
     place, group = dice.pick(lex["places"]), dice.pick(lex["organisations"])
     if wording == "tagged":
-        end, tag = ((f"in {place}", f"place {place}"), (f"for {group}", f"group {group}"))[
-            dice.below(2)
-        ]
+        end, tag = (
+            (f"in {place}", f"place {place}"), (f"for {group}", f"group {group}")
+        )[dice.below(2)]
         return f"{tell(fact, lex)} {end}", f"person {fact[0]} , {tag}"
+    # what is asked for must stand in the sentence; a person always does
     end = {
         "who": dice.pick((f"in {place}", f"for {group}")),
         "where": f"in {place}",
@@ -199,11 +180,12 @@ def entities(dice, lex, wording):
 @skill("sum", weight=2)
 def as_signs(dice, lex, wording):
     words, n = list(lex["operations"].items()), 2 + dice.below(2)
-    numbers, ops = [str(dice.below(20) + 1) for _ in range(n)], [
-        dice.pick(words) for _ in range(n - 1)
-    ]
-    weave = (
-        lambda k: " ".join(x for a, o in zip(numbers, ops) for x in (a, o[k])) + " " + numbers[-1]
+    numbers, ops = (
+        [str(dice.below(20) + 1) for _ in range(n)], [dice.pick(words) for _ in range(n - 1)]
+    )
+    # the same numbers, between words and between signs
+    weave = lambda k: (
+        " ".join(x for a, o in zip(numbers, ops) for x in (a, o[k])) + " " + numbers[-1]
     )
     return weave(0), weave(1)
 
@@ -218,16 +200,20 @@ def generic_example(
     dice: Dice, # the draws
 ) -> tuple[str, str, str]: # instruction, prompt, target
     "One example of the generic text, with the words of either world."
+    # either world, and a skill as often as its weight says
     lex = lexicon(dice.pick(WORLDS))
     wording = dice.pick([w for w, (_, weight) in SKILLS.items() for _ in range(weight)])
     prompt, target = SKILLS[wording][0](dice, lex, wording)
     choices = lex["grammar"]["generic"][wording]
     which = dice.below(len(choices))
     instruction = choices[which]
+    # a number becomes a label of the set that the instruction lists, or of its wording's own
     if isinstance(target, int):
         sets, listed = lex["grammar"]["labels"][wording], dice.below(2)
         names = dice.pick(sets) if listed else sets[which]
-        instruction, target = instruction + (" " + " ".join(names) if listed else ""), names[target]
+        instruction, target = (
+            instruction + (" " + " ".join(names) if listed else ""), names[target]
+        )
     return instruction, prompt, target
 
 # %% ../../nbs/streams/08_backbone.ipynb #50251345
@@ -249,34 +235,29 @@ def train_tokenizer(
     "A `PreTrainedTokenizerFast` trained on generic text."
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
+    # a blank before the text and before each line, unless one is there already
     t = Tokenizer(models.BPE())
     replace = normalizers.Replace
-    t.normalizer = normalizers.Sequence(
-        [
-            normalizers.Prepend(" "),
-            replace(Regex(r"\A (?=\s)"), ""),
-            replace(Regex(r"\n(?=\S)"), "\n "),
-        ]
-    )
+    t.normalizer = normalizers.Sequence([
+        normalizers.Prepend(" "),
+        replace(Regex(r"\A (?=\s)"), ""),
+        replace(Regex(r"\n(?=\S)"), "\n "),
+    ])
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    t.decoder = decoders.Sequence(
-        [decoders.ByteLevel(), decoders.Replace(Regex(r"\A "), ""), decoders.Replace("\n ", "\n")]
-    )
+    t.decoder = decoders.Sequence([
+        decoders.ByteLevel(), decoders.Replace(Regex(r"\A "), ""), decoders.Replace("\n ", "\n")
+    ])
+    # all bytes are pieces, so any text can be written; words without sense are left out
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL.values()),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=list(SPECIAL.values()), show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     t.train_from_iterator(
         ("\n".join(e) for e in generic_text(n, seed="tokenizer") if e[1] != e[2]), trainer
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=t,
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-        padding_side="right",
-        **SPECIAL,
+        tokenizer_object=t, clean_up_tokenization_spaces=False, model_max_length=512,
+        padding_side="right", **SPECIAL,
     )
 
 # %% ../../nbs/streams/08_backbone.ipynb #cb2a886b
@@ -284,8 +265,8 @@ def new_backbone(
     vocab_size: int, # of the tokenizer
     seed: int = 0, # of the initial weights
 ):
-    """A `LlamaForCausalLM` of about one million parameters with random weights; the global random
-    state is left as it was."""
+    """A `LlamaForCausalLM` of about one million parameters with random weights;
+    the global random state is left as it was."""
     from transformers import LlamaConfig, LlamaForCausalLM
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -301,6 +282,7 @@ def new_backbone(
         bos_token_id=1,
         eos_token_id=2,
     )
+    # transformers draws from the global state alone, so that is put back
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
@@ -312,12 +294,11 @@ def encode_generic(
     examples, # iterable of (instruction, prompt, target)
     tokenizer, # with bos and eos
 ) -> list[tuple[list[int], int]]: # token ids, and how many of them are given
-    """Lay out examples as the study does: bos, instruction, line end, prompt, line end, target,
-    eos; each piece tokenised alone."""
+    """Lay out examples as the study does: bos, instruction, line end, prompt, line end,
+    target, eos; each piece tokenised alone."""
     examples = list(examples)
-    ids = [
-        tokenizer([e[i] for e in examples], add_special_tokens=False)["input_ids"] for i in range(3)
-    ]
+    ids = [tokenizer([e[i] for e in examples], add_special_tokens=False)["input_ids"]
+           for i in range(3)]
     newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
     heads = [[tokenizer.bos_token_id] + i + newline + p + newline for i, p in zip(*ids[:2])]
     return [(h + t + [tokenizer.eos_token_id], len(h)) for h, t in zip(heads, ids[2])]
@@ -326,9 +307,9 @@ def encode_generic(
 def pad_batch(
     rows: list, # (ids, given) pairs
     whole: bool = False, # True: all tokens are learned, not only the targets
-) -> tuple[torch.Tensor, torch.Tensor]: # ids and labels, (b, n) int64, labels −100 where nothing is learned
-    """Right-pad; pad tokens have id 0 and are never learned (with causal attention they need no
-    mask)."""
+) -> tuple[torch.Tensor, torch.Tensor]: # ids and labels, (b, n) int64; −100: nothing is learned
+    """Right-pad; pad tokens have id 0 and are never learned
+    (with causal attention they need no mask)."""
     n = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([i + [0] * (n - len(i)) for i, _ in rows])
     given = torch.tensor([[0 if whole else g] for _, g in rows])
@@ -343,29 +324,32 @@ def seed_copying(
     shrink: float = .2, # of what attention and MLP write at first, so that the embeddings stand out
 ) -> None:
     "Put a previous-token head into layer 0 and a head that matches and copies into layer 1."
+    # `half`: the frequencies of a head; each turns two of its dimensions
     d, half = (
         model.config.hidden_size,
         model.config.hidden_size // model.config.num_attention_heads // 2,
     )
     theta = model.config.rope_parameters["rope_theta"] ** -(torch.arange(half) / half)
-    read, write, copy = (
-        torch.linalg.qr(torch.randn(d, 2 * half, generator=generator))[0].T.clone()
-        for _ in range(3)
-    )
+    # orthonormal rows: what is written through a projection is read back through it unchanged
+    read, write, copy = (torch.linalg.qr(torch.randn(d, 2 * half, generator=generator))[0].T.clone()
+                         for _ in range(3))
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.mul_(shrink)
         layer.mlp.down_proj.weight.mul_(shrink)
+    # dimension 0 holds the constant, so tokens are read and copied without it
     model.model.embed_tokens.weight[:, 0] = .3
     read[:, 0] = copy[:, 0] = 0
+
+    # fast frequencies tell one token back from two, slow ones hardly turn
     fast, slow = torch.arange(4), torch.cat([torch.arange(5, half), torch.arange(5, half) + half])
     a, b = (model.model.layers[i].self_attn for i in (0, 1))
     for w in (a.q_proj.weight, a.k_proj.weight, b.q_proj.weight, b.k_proj.weight): w[:2 * half] = 0
+    # layer 0: keys turned by one position; it writes what it reads at the token before
     a.q_proj.weight[fast, 0], a.k_proj.weight[fast, 0], a.k_proj.weight[fast + half, 0] = (
-        2.0,
-        2 * theta[fast].cos(),
-        2 * theta[fast].sin(),
+        2.0, 2 * theta[fast].cos(), 2 * theta[fast].sin()
     )
     a.v_proj.weight[:2 * half], a.o_proj.weight[:, :2 * half] = read, .15 * write.T
+    # layer 1: compares the token at hand with what layer 0 wrote, and copies what stands there
     b.q_proj.weight[slow], b.k_proj.weight[slow] = 1.5 * read[slow], 1.5 * write[slow]
     b.v_proj.weight[:2 * half], b.o_proj.weight[:, :2 * half] = copy, .5 * copy.T
 
@@ -402,14 +386,12 @@ def generic_batches(
     seed, # of the text
     pool: int = 16, # batches that are drawn together and sorted by length
 ):
-    """Batches of generic text, examples of like length together, in mixed order; every eighth
-    learns the prompt as well."""
+    """Batches of generic text, examples of like length together, in mixed order;
+    every eighth learns the prompt as well."""
     dice, text = Dice("batches", seed), generic_text(steps * rows + pool * rows, seed)
     for start in range(0, steps, pool):
-        encoded = sorted(
-            encode_generic([next(text) for _ in range(pool * rows)], tokenizer),
-            key=lambda r: len(r[0]),
-        )
+        encoded = sorted(encode_generic([next(text) for _ in range(pool * rows)], tokenizer),
+                         key=lambda r: len(r[0]))
         for i, b in enumerate(dice.some(range(pool), pool)):
             if start + i < steps:
                 yield pad_batch(encoded[b * rows:(b + 1) * rows], whole=(start + i) % 8 == 7)
@@ -427,29 +409,23 @@ def pretrain(
     report=print, # called with a line of progress
 ):
     "Train in place; returns the model on the CPU."
+    # norms are left without weight decay, as is usual
     model.to(device).train()
     generator = torch.Generator().manual_seed(seed)
     decay = [p for p in model.parameters() if p.dim() > 1]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": decay, "weight_decay": 0.05},
-            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=lr,
-        betas=(0.9, 0.98),
-        foreach=True,
-    )
+    optimizer = torch.optim.AdamW([
+        {"params": decay, "weight_decay": 0.05},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ], lr=lr, betas=(0.9, 0.98), foreach=True)
     batches = generic_batches(tokenizer, max(steps - copy_steps, 0), rows, seed)
     for i in range(steps):
+        # 100 steps of warm-up, then a cosine down to a fiftieth
         for g in optimizer.param_groups:
-            g["lr"] = lr * min(
-                1, (i + 1) / 100, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * i / steps))
-            )
-        ids, labels = (
-            copy_batch(len(tokenizer), rows // 2, 26, generator)
-            if i < copy_steps
-            else next(batches)
-        )
+            g["lr"] = lr * min(1, (i + 1) / 100,
+                               0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * i / steps)))
+        ids, labels = (copy_batch(len(tokenizer), rows // 2, 26, generator) if i < copy_steps
+                       else next(batches))
+        # one step; the norm of the gradient is cut to 1
         loss = answer_loss(model, ids.to(device), labels.to(device))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -465,9 +441,10 @@ def skill_accuracy(
     tokenizer, # its tokenizer
     n: int = 2000, # held-out examples
     seed="held out", # of their text
-) -> dict: # "loss" in nats a token, "accuracy" over all, and for each wording the share of targets that are right token by token
-    """Loss and accuracy on held-out generic text, teacher-forced: an answer is right when each of
-    its tokens is the likeliest."""
+) -> dict: # "loss" in nats a token, "accuracy" over all, and that of each wording
+    """Loss and accuracy on held-out generic text, teacher-forced:
+    an answer is right when each of its tokens is the likeliest."""
+    # an example is known by its instruction, which begins with the wording
     names = {w: k for k, ws in lexicon("main")["grammar"]["generic"].items() for w in ws}
     examples = list(generic_text(n, seed))
     right, losses = {}, []
@@ -477,15 +454,13 @@ def skill_accuracy(
         losses.append(
             torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:]).item()
         )
+        # right as a whole or not at all; what is not learned does not count
         good = ((logits.argmax(-1) == labels[:, 1:]) | (labels[:, 1:] == -100)).all(1).tolist()
         for e, g in zip(examples[start:], good):
             right.setdefault(next(names[w] for w in names if e[0].startswith(w)), []).append(g)
     every = [g for v in right.values() for g in v]
-    return {
-        "loss": sum(losses) / len(losses),
-        "accuracy": sum(every) / n,
-        **{k: sum(v) / len(v) for k, v in sorted(right.items())},
-    }
+    return {"loss": sum(losses) / len(losses), "accuracy": sum(every) / n,
+            **{k: sum(v) / len(v) for k, v in sorted(right.items())}}
 
 # %% ../../nbs/streams/08_backbone.ipynb #51d8bd3e
 def mini_backbone_dir() -> Path:
@@ -513,14 +488,8 @@ def pretrain_mini_backbone(
 ) -> dict: # held-out loss and skill accuracies of what was written
     "Train tokenizer and backbone from nothing and write them."
     tokenizer = train_tokenizer()
-    model = pretrain(
-        new_backbone(len(tokenizer), seed),
-        tokenizer,
-        steps,
-        seed=seed,
-        device=device,
-        report=report,
-    )
+    model = pretrain(new_backbone(len(tokenizer), seed), tokenizer, steps, seed=seed,
+                     device=device, report=report)
     save_backbone(model, tokenizer, output_dir)
     return skill_accuracy(model.float(), tokenizer)
 
@@ -529,8 +498,8 @@ def answer_marks(
     task, # a Task of the mini world
     rows: list, # its rows
 ) -> set[str]: # words
-    """Labels of a task (entities: its types), or else the words that stand in all of its answers
-    and not in the prompts."""
+    """Labels of a task (entities: its types),
+    or else the words that stand in all of its answers and not in the prompts."""
     if task.kind == "entities": return {l.split("-", 1)[1] for l in task.labels if "-" in l}
     if task.labels: return set(task.labels)
     examples = [task.format(r) for r in rows]

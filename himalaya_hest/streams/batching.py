@@ -26,13 +26,8 @@ def text_ids(
 ) -> list[list[int]]: # token ids of each, without any special token
     "Token ids of plain texts; special tokens spelt in a text count as text."
     if not texts: return []
-    return tokenizer(
-        texts,
-        add_special_tokens=False,
-        split_special_tokens=True,
-        return_attention_mask=False,
-        verbose=False,
-    )["input_ids"]
+    return tokenizer(texts, add_special_tokens=False, split_special_tokens=True,
+                     return_attention_mask=False, verbose=False)["input_ids"]
 
 # %% ../../nbs/streams/02_batching.ipynb #5ad09b10
 def start_ids(
@@ -46,13 +41,12 @@ def start_ids(
 def end_id(
     tokenizer, # a transformers tokenizer
 ) -> int: # id of the end token
-    """The end token, without which generation could never learn to stop; `ValueError` where there
-    is none."""
+    """The end token, without which generation could never learn to stop;
+    `ValueError` where there is none."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{type(tokenizer).__name__} of '{tokenizer.name_or_path}' has no end token, "
-            "and every target ends with it; "
-            "set one: tokenizer.eos_token = ..."
+            "and every target ends with it; set one: tokenizer.eos_token = ..."
         )
     return tokenizer.eos_token_id
 
@@ -62,9 +56,8 @@ def stop_ids(
 ) -> list[int]: # at which generation stops
     "The end token, and what the chat template ends an answer with where prompts go through one."
     chat = getattr(tokenizer, "chat", None)
-    return (
-        [end_id(tokenizer)] if chat is None else list(dict.fromkeys((chat.stop, end_id(tokenizer))))
-    )
+    return ([end_id(tokenizer)] if chat is None
+            else list(dict.fromkeys((chat.stop, end_id(tokenizer)))))
 
 # %% ../../nbs/streams/02_batching.ipynb #2b2f6bfc
 def pad_id(
@@ -93,6 +86,7 @@ def encode_all(
     "Encode many examples; the same rows as `encode` gives one by one."
     if getattr(tokenizer, "chat", None):
         return chat_rows(examples, tokenizer, max_length, max_new_tokens)
+    # every distinct instruction once, every prompt and target in one call
     start, end, newline = start_ids(tokenizer), end_id(tokenizer), text_ids(["\n"], tokenizer)[0]
     unique = list(dict.fromkeys(e.instruction for e in examples))
     instructions = dict(zip(unique, text_ids(unique, tokenizer)))
@@ -104,15 +98,18 @@ def encode_all(
 
 # %% ../../nbs/streams/02_batching.ipynb #cbc8a7ad
 def _row(start, instruction, newline, prompt, target, end, max_length, max_new_tokens):
+    # the cap counts, not the target at hand, so a prompt is cut alike in training and evaluation
     between = newline if instruction else []
     fixed = len(start) + len(instruction) + len(between) + len(newline) + max_new_tokens
     if fixed >= max_length:
         raise ValueError(
-            f"no room for a prompt: the instruction takes {len(instruction)} tokens, a "
-            f"target up to {max_new_tokens}, start and "
-            f"line ends {len(start) + len(between) + len(newline)}; max_length is "
-            f"{max_length}: raise it to more than {fixed}, or lower max_new_tokens"
+            f"no room for a prompt: the instruction takes {len(instruction)} tokens, "
+            f"a target up to {max_new_tokens}, "
+            f"start and line ends {len(start) + len(between) + len(newline)}; "
+            f"max_length is {max_length}: raise it to more than {fixed}, or lower max_new_tokens"
         )
+
+    # a cut target keeps room for its end token, which it must learn to say
     kept, answer = cut_middle(prompt, max_length - fixed), target[:max_new_tokens - 1] + [end]
     head = start + instruction + between + kept + newline
     n, a, i, s = len(head), len(answer), len(instruction), len(start)
@@ -131,9 +128,9 @@ def encode(
     tokenizer, # a transformers tokenizer with an end token
     max_length: int, # tokens of a whole row at most
     max_new_tokens: int, # tokens of a target at most, its end token included
-) -> dict: # input_ids, labels, prompt_mask, instruction_mask: lists of one length; prompt_cut, target_cut: tokens cut off
-    """A training row. `ValueError` if instruction and target leave no room for a prompt, or the
-    tokenizer has no end token."""
+) -> dict: # lists input_ids, labels, prompt_mask, instruction_mask; counts prompt_cut, target_cut
+    """A training row. `ValueError` if instruction and target leave no room for a prompt,
+    or the tokenizer has no end token."""
     return encode_all([example], tokenizer, max_length, max_new_tokens)[0]
 
 # %% ../../nbs/streams/02_batching.ipynb #68f4bce8
@@ -148,10 +145,9 @@ class ChatLayout:
     lead: str # text that only an answered conversation has before the answer
     tail: str # text between answer and stop token
     stop: int # token that ends an answer
-    # is that the template's own, or the tokenizer's end token because the template has none?
-    from_template: bool
-    # where later stretches are tokenised behind this text, since a tokenizer treats the first one
-    # as the start of a text
+    from_template: bool # is it the template's own? False: the tokenizer's end token in its place
+    # later stretches are tokenised behind this text,
+    # where a tokenizer treats the first stretch as the start of a text
     behind: str
 
 # %% ../../nbs/streams/02_batching.ipynb #63165c86
@@ -161,11 +157,9 @@ def pieces_of(
 ) -> list: # plain texts, and ids of special tokens
     "Cut a template at its special tokens."
     special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    cut = (
-        re.split("(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")", text)
-        if special
-        else [text]
-    )
+    cut = re.split(
+        "(" + "|".join(map(re.escape, sorted(special, key=len, reverse=True))) + ")", text
+    ) if special else [text]
     return [special.get(p, p) for p in cut if p]
 
 # %% ../../nbs/streams/02_batching.ipynb #e6140388
@@ -177,29 +171,21 @@ def stretches(
     "Token ids and character spans; special tokens spelt in a text count as text."
     if not texts: return []
     n = len(behind)
-    given = tokenizer(
-        [behind + t for t in texts],
-        add_special_tokens=False,
-        split_special_tokens=True,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        verbose=False,
-    )
-    return [
-        [(i, a - n, b - n) for i, (a, b) in zip(ids, spans) if b > n or not n]
-        for ids, spans in zip(given["input_ids"], given["offset_mapping"])
-    ]
+    given = tokenizer([behind + t for t in texts], add_special_tokens=False,
+                      split_special_tokens=True, return_offsets_mapping=True,
+                      return_attention_mask=False, verbose=False)
+    # only tokens that reach past the text in front are kept
+    return [[(i, a - n, b - n) for i, (a, b) in zip(ids, spans) if b > n or not n]
+            for ids, spans in zip(given["input_ids"], given["offset_mapping"])]
 
 # %% ../../nbs/streams/02_batching.ipynb #ab2d3cff
 def _ids(pieces, tokenizer, behind, first=False):
     "Token ids of cut template text; the first piece may be the start of the text."
     out = []
     for k, p in enumerate(pieces):
-        out += (
-            [p]
-            if isinstance(p, int)
-            else [i for i, _, _ in stretches([p], tokenizer, "" if first and k == 0 else behind)[0]]
-        )
+        out += [p] if isinstance(p, int) else [
+            i for i, _, _ in stretches([p], tokenizer, "" if first and k == 0 else behind)[0]
+        ]
     return tuple(out)
 
 # %% ../../nbs/streams/02_batching.ipynb #a1410044
@@ -207,9 +193,10 @@ def chat_layout(
     tokenizer, # a transformers tokenizer with a chat template
     behind: str = "", # see ChatLayout
 ) -> ChatLayout:
-    """Read a tokenizer's chat template; `ValueError` where it does not put an answer behind its own
-    prompt."""
-    question, answer = "\ue000", "\ue001" # characters of private use: no text has them
+    """Read a tokenizer's chat template;
+    `ValueError` where it does not put an answer behind its own prompt."""
+    # the marks are characters of private use: no text has them
+    question, answer = "\ue000", "\ue001"
     talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     prompt, whole = (
         tokenizer.apply_chat_template(talk[:n], tokenize=False, add_generation_prompt=n == 1)
@@ -218,27 +205,22 @@ def chat_layout(
     if prompt.count(question) != 1 or not whole.startswith(prompt) or whole.count(answer) != 1:
         raise ValueError(
             f"the chat template of '{tokenizer.name_or_path}' does not put an answer "
-            f"behind its prompt (prompt {prompt!r}, with an answer {whole!r}); set "
-            "chat_template to false"
+            f"behind its prompt (prompt {prompt!r}, with an answer {whole!r}); "
+            "set chat_template to false"
         )
+
+    # text right before and after the question is tokenised with it, as one stretch
     (before, after), (lead, ending) = prompt.split(question), whole[len(prompt):].split(answer)
     pre, post, ends = (pieces_of(t, tokenizer) for t in (before, after, ending))
     left = pre.pop() if pre and isinstance(pre[-1], str) else ""
     right = post.pop(0) if post and isinstance(post[0], str) else ""
+    # the answer is tokenised behind the last words before it, and ends at the first special token
     seam = right if not post else post[-1] if isinstance(post[-1], str) else ""
     stops = [p for p in ends if isinstance(p, int)]
     tail = ends[0] if stops and isinstance(ends[0], str) else ""
     return ChatLayout(
-        _ids(pre, tokenizer, behind, True),
-        left,
-        right,
-        _ids(post, tokenizer, behind),
-        seam,
-        lead,
-        tail,
-        stops[0] if stops else end_id(tokenizer),
-        bool(stops),
-        behind,
+        _ids(pre, tokenizer, behind, True), left, right, _ids(post, tokenizer, behind),
+        seam, lead, tail, stops[0] if stops else end_id(tokenizer), bool(stops), behind,
     )
 
 # %% ../../nbs/streams/02_batching.ipynb #9e1ff4fa
@@ -250,49 +232,45 @@ def chat_rows(
 ) -> list[dict]: # rows of lists, see `encode`
     "Encode examples through the tokenizer's chat template."
     c = tokenizer.chat
-    # templates often strip what they are given
+    # a prompt without instruction begins with no line end: templates often strip what they get
     asked = ["\n".join(p for p in (e.instruction, e.prompt) if p) for e in examples]
-    questions = stretches(
-        [c.left + q + c.right for q in asked], tokenizer, c.behind if c.head else ""
-    )
+    questions = stretches([c.left + q + c.right for q in asked], tokenizer,
+                          c.behind if c.head else "")
     answers = _answers(c, [e.target for e in examples], tokenizer)
-    return [
-        _chat_row(c, e, q, a, max_length, max_new_tokens)
-        for e, q, a in zip(examples, questions, answers)
-    ]
+    return [_chat_row(c, e, q, a, max_length, max_new_tokens)
+            for e, q, a in zip(examples, questions, answers)]
 
 # %% ../../nbs/streams/02_batching.ipynb #52cca4c6
 def _answers(c, targets, tokenizer):
     "Ids of the targets behind the template's last words, and of the text that follows them."
     behind, full = c.behind if c.head or c.rest else "", [c.lead + t + c.tail for t in targets]
     seam = [i for i, _, _ in stretches([c.seam], tokenizer, behind)[0]] if c.seam else []
-    joint = [
-        [i for i, _, _ in row] for row in stretches([c.seam + t for t in full], tokenizer, behind)
-    ]
+    joint = [[i for i, _, _ in row]
+             for row in stretches([c.seam + t for t in full], tokenizer, behind)]
     alone = text_ids(full, tokenizer)
     return [j[len(seam):] if j[:len(seam)] == seam else a for j, a in zip(joint, alone)]
 
 # %% ../../nbs/streams/02_batching.ipynb #e7bdbc08
 def _chat_row(c, example, question, answer, max_length, max_new_tokens):
+    # where instruction and prompt begin and end in the stretch, in characters
     at = len(c.left)
     i_end = at + len(example.instruction)
     p_start = i_end + bool(example.instruction)
     p_end = p_start + len(example.prompt)
     prompt = [k for k, (_, a, b) in enumerate(question) if a >= p_start and b <= p_end and b > a]
+    # everything that is not the prompt stays, whatever the prompt's length
     fixed = len(c.head) + len(question) - len(prompt) + len(c.rest) + max_new_tokens
     if fixed >= max_length:
         raise ValueError(
-            "no room for a prompt: instruction and chat template take "
-            f"{fixed - max_new_tokens} tokens, a target up to {max_new_tokens}; "
-            f"max_length is {max_length}: raise it to more than {fixed}, or lower "
-            "max_new_tokens"
+            "no room for a prompt: "
+            f"instruction and chat template take {fixed - max_new_tokens} tokens, "
+            f"a target up to {max_new_tokens}; "
+            f"max_length is {max_length}: raise it to more than {fixed}, or lower max_new_tokens"
         )
     dropped = set(prompt) - set(cut_middle(prompt, max_length - fixed))
-    kept = [
-        (i, i_end > at and b > at and a < i_end and b > a)
-        for k, (i, a, b) in enumerate(question)
-        if k not in dropped
-    ]
+    # a token that reaches into the instruction counts to it
+    kept = [(i, i_end > at and b > at and a < i_end and b > a)
+            for k, (i, a, b) in enumerate(question) if k not in dropped]
     said = answer[:max_new_tokens - 1] + [c.stop]
     head, n = list(c.head) + [i for i, _ in kept] + list(c.rest), len(said)
     return dict(
@@ -305,24 +283,20 @@ def _chat_row(c, example, question, answer, max_length, max_new_tokens):
     )
 
 # %% ../../nbs/streams/02_batching.ipynb #d36536bd
-PROBE = Example(
-    "Is it so? Say yes or no.",
-    "A short example, with 2 numbers: 1.",
-    "yes, it is",
-    ("yes, it is",),
-    "en",
-)
+PROBE = Example("Is it so? Say yes or no.", "A short example, with 2 numbers: 1.", "yes, it is",
+                ("yes, it is",), "en")
 
 def with_chat_template(
     tokenizer, # a transformers tokenizer
 ): # a copy that sends prompts through its chat template
-    """A tokenizer whose rows are laid out by its chat template; `ValueError` if it has none, or one
-    that cannot be followed token by token."""
+    """A tokenizer whose rows are laid out by its chat template;
+    `ValueError` if it has none, or one that cannot be followed token by token."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"chat_template is asked for, but the tokenizer of '{tokenizer.name_or_path}' "
             "has none; set chat_template to false, or give the tokenizer a template"
         )
+    # behind nothing first, as most tokenizers treat every stretch alike
     for behind in ("", "\n"):
         out = copy.deepcopy(tokenizer)
         out.chat = chat_layout(tokenizer, behind)
@@ -338,9 +312,8 @@ def as_asked(
     chat_template: bool | None, # None: through its chat template where it has one
 ): # the tokenizer itself, or a copy from `with_chat_template`
     "The tokenizer as a run's `chat_template` says."
-    chats = (
-        bool(getattr(tokenizer, "chat_template", None)) if chat_template is None else chat_template
-    )
+    chats = (bool(getattr(tokenizer, "chat_template", None)) if chat_template is None
+             else chat_template)
     return with_chat_template(tokenizer) if chats else tokenizer
 
 # %% ../../nbs/streams/02_batching.ipynb #127345e0
@@ -349,30 +322,23 @@ def follows_template(
     example: Example = PROBE, # short, without special tokens
 ) -> bool:
     "Are prompt and row the tokens of `apply_chat_template`?"
+    # room enough that nothing of the example is cut
     row = chat_rows([example], tokenizer, 2 ** 20, 2 ** 10)[0]
     talk = [
         {"role": "user", "content": f"{example.instruction}\n{example.prompt}".lstrip("\n")},
         {"role": "assistant", "content": example.target},
     ]
-    prompt, whole = (
-        list(
-            tokenizer.apply_chat_template(talk[:n], add_generation_prompt=n == 1, return_dict=False)
-        )
-        for n in (1, 2)
-    )
-    # a stop token that the template lacks
+    prompt, whole = (list(tokenizer.apply_chat_template(
+        talk[:n], add_generation_prompt=n == 1, return_dict=False
+    )) for n in (1, 2))
+    # a stop token that the template lacks is left out of the comparison
     n = len(row["input_ids"]) - (not tokenizer.chat.from_template)
-    return (
-        prompt == row["input_ids"][: sum(row["prompt_mask"])] and whole[:n] == row["input_ids"][:n]
-    )
+    return (prompt == row["input_ids"][:sum(row["prompt_mask"])]
+            and whole[:n] == row["input_ids"][:n])
 
 # %% ../../nbs/streams/02_batching.ipynb #16dbd924
-PADDED = {
-    "input_ids": torch.long,
-    "labels": torch.long,
-    "prompt_mask": torch.bool,
-    "instruction_mask": torch.bool,
-}
+PADDED = {"input_ids": torch.long, "labels": torch.long,
+          "prompt_mask": torch.bool, "instruction_mask": torch.bool}
 
 class Collator:
     "Rows of lists to one batch of tensors (b, n), n the longest row."
@@ -383,26 +349,21 @@ class Collator:
     ):
         if padding_side not in ("right", "left"):
             raise ValueError(f"padding_side is {padding_side!r}, expected 'right' or 'left'")
-        self.fill = {
-            "input_ids": pad_id(tokenizer),
-            "labels": -100,
-            "prompt_mask": False,
-            "instruction_mask": False,
-        }
+        self.fill = {"input_ids": pad_id(tokenizer), "labels": -100,
+                     "prompt_mask": False, "instruction_mask": False}
         self.left = padding_side == "left"
         if not marks_instruction: del self.fill["instruction_mask"]
     def __call__(self,
         rows: list[dict], # rows with lists under the keys of PADDED, labels optional
-    ) -> dict[str, Tensor]: # those keys and attention_mask, each (b, n); masks bool, the others long
+    ) -> dict[str, Tensor]: # those keys and attention_mask, each (b, n); dtypes as in PADDED
         if not rows: raise ValueError("a batch needs at least one row, got none")
+        # a batch of nothing but padding, as wide as its longest row
         lengths = [len(r["input_ids"]) for r in rows]
         width = max(lengths)
-        batch = {
-            k: torch.full((len(rows), width), self.fill[k], dtype=dtype)
-            for k, dtype in PADDED.items()
-            if k in rows[0] and k in self.fill
-        }
+        batch = {k: torch.full((len(rows), width), self.fill[k], dtype=dtype)
+                 for k, dtype in PADDED.items() if k in rows[0] and k in self.fill}
         batch["attention_mask"] = torch.zeros(len(rows), width, dtype=torch.long)
+        # each row is written over its place in it
         for i, (row, n) in enumerate(zip(rows, lengths)):
             at = slice(width - n, None) if self.left else slice(0, n)
             batch["attention_mask"][i, at] = 1
@@ -426,11 +387,9 @@ def row_order(
 ) -> list[int]: # a permutation of 0 … n_rows - 1
     "The order of a task's rows in one epoch."
     import numpy as np
-    return (
-        np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
-        .permutation(n_rows)
-        .tolist()
-    )
+    return np.random.Generator(
+        np.random.Philox(np.random.SeedSequence([seed, epoch]))
+    ).permutation(n_rows).tolist()
 
 # %% ../../nbs/streams/02_batching.ipynb #294ceb8d
 class TaskLoader:
@@ -446,32 +405,25 @@ class TaskLoader:
     ):
         if batch_size < 1: raise ValueError(f"batch_size is {batch_size}, expected at least 1")
         self.dataset, self.collator, self.batch_size, self.seed, self.epoch, self.num_workers = (
-            dataset,
-            collator,
-            batch_size,
-            seed,
-            epoch,
-            num_workers,
+            dataset, collator, batch_size, seed, epoch, num_workers
         )
+        # rounded up: the last batch may have fewer rows
         self.n_steps = -(-len(dataset) // batch_size)
         if not 0 <= start_step <= self.n_steps:
             raise ValueError(
-                f"start_step is {start_step}, expected 0 to {self.n_steps}, the steps of "
-                "this task"
+                f"start_step is {start_step}, expected 0 to {self.n_steps}, the steps of this task"
             )
         self.start_step = start_step
     def __len__(self) -> int: return self.n_steps - self.start_step
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        # the whole order is drawn again, and the steps that are done are left out of it
         order, n = row_order(len(self.dataset), self.seed, self.epoch), self.batch_size
         groups = [order[step * n:(step + 1) * n] for step in range(self.start_step, self.n_steps)]
         if not self.num_workers:
             yield from (self.collator([self.dataset[i] for i in group]) for group in groups)
         else:
-            # a generator of its own, or it would draw from torch's
+            # a generator of its own, or it would draw from torch's and change the run's numbers
             yield from DataLoader(
-                self.dataset,
-                batch_sampler=groups,
-                collate_fn=self.collator,
-                num_workers=self.num_workers,
-                generator=torch.Generator(),
+                self.dataset, batch_sampler=groups, collate_fn=self.collator,
+                num_workers=self.num_workers, generator=torch.Generator(),
             )

@@ -14,12 +14,10 @@ from pathlib import Path
 from .tasks import Task, load_stream, nearest, split_rows
 
 # %% ../../nbs/streams/10_benchmarks.ipynb #02b1b2ce
-PLACES = {
-    "olora15": "*/{task}/{split}.json",
-    "trace8": "{task}/{split}.json",
-    "superni15": "{task}/{split}.json",
-}
+PLACES = {"olora15": "*/{task}/{split}.json", "trace8": "{task}/{split}.json",
+          "superni15": "{task}/{split}.json"}
 
+# %% ../../nbs/streams/10_benchmarks.ipynb #0f604b28
 def published_rows(
     stream: str, # olora15, trace8 or superni15
     task: Task, # a task of it
@@ -27,42 +25,42 @@ def published_rows(
     where: str, # the file, start of messages
 ) -> list[dict]: # rows with the columns that the task's templates name
     "Rows as the stream reads them; `ValueError` naming the row that is not as published."
+    # one definition for all rows, and one output or several
     if stream == "superni15":
         _same_definition(data, task, where)
-        rows = [
-            dict(r, output=[r["output"]] if isinstance(r["output"], str) else r["output"])
-            for r in _cells(data["Instances"], ("input", "output"), where)
-        ]
+        rows = [dict(r, output=[r["output"]] if isinstance(r["output"], str) else r["output"])
+                for r in _cells(data["Instances"], ("input", "output"), where)]
         return [r for r in rows if any(o.strip() for o in r["output"])]
-    rows = _cells(
-        data, ("sentence", "label") if stream == "olora15" else ("prompt", "answer"), where
-    )
-    return (
-        rows
-        if stream == "olora15" or task.name == "Py150"
-        else [_without_instruction(r, task, f"{where}, row {i}") for i, r in enumerate(rows, 1)]
-    )
+
+    # the instruction stands in the stream file, so it is taken off the prompts
+    rows = _cells(data, ("sentence", "label") if stream == "olora15" else ("prompt", "answer"),
+                  where)
+    return (rows if stream == "olora15" or task.name == "Py150"
+            else [_without_instruction(r, task, f"{where}, row {i}")
+                  for i, r in enumerate(rows, 1)])
 
 # %% ../../nbs/streams/10_benchmarks.ipynb #e42927d0
 def _cells(data, columns, where):
     "The named columns of all rows: texts, or for `output` lists of texts too."
+    # what comes first is wrong first: the list, then a row, then a column of it
     if not isinstance(data, list):
         raise ValueError(
-            f"{where}: expected a list of rows, found {type(data).__name__}; take the "
-            "files as published"
+            f"{where}: expected a list of rows, found {type(data).__name__}; "
+            "take the files as published"
         )
     for i, row in enumerate(data, 1):
         if not isinstance(row, dict):
             raise ValueError(
-                f"{where}, row {i}: expected an object, found {type(row).__name__}; take "
-                "the files as published"
+                f"{where}, row {i}: expected an object, found {type(row).__name__}; "
+                "take the files as published"
             )
         for c in columns:
             if c not in row:
                 raise ValueError(
-                    f"{where}, row {i}: no column '{c}'; there are {', '.join(row)}. Take "
-                    "the files as published"
+                    f"{where}, row {i}: no column '{c}'; there are {', '.join(row)}. "
+                    "Take the files as published"
                 )
+            # only an output may be several texts, each of which is right
             texts = row[c] if c == "output" and isinstance(row[c], list) else [row[c]]
             if not all(isinstance(t, str) for t in texts):
                 raise ValueError(
@@ -75,12 +73,12 @@ def _cells(data, columns, where):
 def _same_definition(data, task, where):
     if not isinstance(data, dict) or not {"Definition", "Instances"} <= set(data):
         raise ValueError(
-            f"{where}: expected an object with Definition and Instances, as in SAPT's "
-            "folder CL_Benchmark/SuperNI"
+            f"{where}: expected an object with Definition and Instances, "
+            "as in SAPT's folder CL_Benchmark/SuperNI"
         )
+    # some files have the text in a list of one
     told = (
-        data["Definition"][0]
-        if isinstance(data["Definition"], list) and data["Definition"]
+        data["Definition"][0] if isinstance(data["Definition"], list) and data["Definition"]
         else data["Definition"]
     )
     if not isinstance(told, str) or told.strip() != task.instruction:
@@ -104,22 +102,25 @@ def convert(
     source, # folder of the published files
     target, # folder to fill: the data_dir of a run
 ) -> dict[str, int]: # task/split → rows
-    """Write `target`/<task>/<split>.jsonl for every task of a stream; `ValueError` naming a file
-    that is missing or not as published."""
+    """Write `target`/<task>/<split>.jsonl for every task of a stream;
+    `ValueError` naming a file that is missing or not as published."""
     if stream not in PLACES:
         raise ValueError(
-            f"no published stream '{stream}'{nearest(stream, PLACES)}; there are "
-            f"{', '.join(PLACES)}"
+            f"no published stream '{stream}'{nearest(stream, PLACES)}; "
+            f"there are {', '.join(PLACES)}"
         )
+
+    # two roles may read one split, which is converted once
     counts = {}
     for task in load_stream(stream).tasks:
         for split in dict.fromkeys(split_rows(e, 0)[0] for e in task.splits.values()):
+            # one file, and no doubt which
             pattern = PLACES[stream].format(task=task.name, split=split)
             found = sorted(Path(source).expanduser().glob(pattern))
             if len(found) != 1:
                 raise ValueError(
-                    f"{len(found)} files {pattern} in '{source}', expected one; give the "
-                    f"folder that the stream file {stream}.yaml names"
+                    f"{len(found)} files {pattern} in '{source}', expected one; "
+                    f"give the folder that the stream file {stream}.yaml names"
                 )
             try: data = json.loads(found[0].read_text(encoding="utf-8"))
             except ValueError as e:
@@ -127,6 +128,8 @@ def convert(
                     f"{found[0]}: not readable as JSON ({e}); download it again"
                 ) from None
             rows = published_rows(stream, task, data, str(found[0]))
+
+            # written under another name first, so that a kill leaves no half of a file
             path = Path(target).expanduser() / task.name / f"{split}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f"{path.name}.{os.getpid()}.part")

@@ -26,7 +26,7 @@ def _utf8(data, path, line):
     except UnicodeDecodeError as e:
         at = line + data[:e.start].count(b"\n")
         raise ValueError(
-            f"{path}, line {at}: not UTF-8 (byte 0x{data[e.start]:02x}); save the file as " "UTF-8"
+            f"{path}, line {at}: not UTF-8 (byte 0x{data[e.start]:02x}); save the file as UTF-8"
         ) from None
 
 # %% ../../nbs/streams/03_files.ipynb #d36fc6fb
@@ -49,20 +49,23 @@ def _json(text, path, line):
         f"{path}, line {line}: not readable as JSON ({why}); mend or remove the line"
     ) from None
 
+# %% ../../nbs/streams/03_files.ipynb #3c73b254
 def _object(row, path, number):
     if isinstance(row, dict): return number, row
     raise ValueError(f"{path}, row {number}: expected an object with columns, got {repr(row)[:60]}")
 
 # %% ../../nbs/streams/03_files.ipynb #d79163df
 class JsonLines:
-    """Rows of a file of JSON lines as a sequence of (line number, row), each read when it is asked
-    for."""
+    """Rows of a file of JSON lines as a sequence of (line number, row),
+    each read when it is asked for."""
     def __init__(self,
         path: Path, # UTF-8, one object a line
     ):
         self.path, self.file = path, open(path, "rb")
+        # 8 bytes each: where a line begins, and its number
         self.starts, self.numbers = array("q"), array("q")
         at = number = 0
+        # one byte more than is allowed tells a line that is too long, without reading all of it
         while line := self.file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(line) > MAX_LINE_BYTES: raise ValueError(_too_long(path, number))
@@ -73,19 +76,16 @@ class JsonLines:
     def __getitem__(self, i: int) -> tuple[int, dict]:
         number = self.numbers[i]
         self.file.seek(self.starts[i])
-        return _object(
-            _json(_utf8(self.file.readline(), self.path, number), self.path, number),
-            self.path,
-            number,
-        )
+        return _object(_json(_utf8(self.file.readline(), self.path, number), self.path, number),
+                       self.path, number)
     def __del__(self):
         if hasattr(self, "file"): self.file.close()
 
 # %% ../../nbs/streams/03_files.ipynb #76f1b5e9
 def _too_long(path, number):
     return (
-        f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; a row is a "
-        "document with its answer, so a line end may be missing: "
+        f"{path}, line {number}: longer than {MAX_LINE_BYTES >> 20} MiB; "
+        "a row is a document with its answer, so a line end may be missing: "
         "shorten or remove the line"
     )
 
@@ -109,56 +109,64 @@ def read_json(
 def read_csv(
     path: Path, # comma-separated, with a header line
 ) -> list[tuple[int, dict]]: # record from 1, row
-    """Rows of a CSV file; `ValueError` naming file and line of a record that does not fit the
-    header."""
+    """Rows of a CSV file;
+    `ValueError` naming file and line of a record that does not fit the header."""
+    # a cell may hold a whole document; the limit belongs to the process and is put back
     limit = csv.field_size_limit(2 ** 31 - 1)
     try:
         reader = csv.reader(_lines(read_text(path)), strict=True)
+        # every record has the header's cells: a missing quote shows here
         header, records = next(reader, []), []
         for record in reader:
             if not record: continue
             if len(record) != len(header):
                 raise ValueError(
-                    f"{path}, line {reader.line_num}: {len(record)} cells, but the header "
-                    f"has {len(header)}: {str(header)[:200]}; mend the record, or quote "
-                    "cells that hold commas"
+                    f"{path}, line {reader.line_num}: {len(record)} cells, "
+                    f"but the header has {len(header)}: {str(header)[:200]}; "
+                    "mend the record, or quote cells that hold commas"
                 )
             records.append(record)
     except csv.Error as e:
         raise ValueError(
-            f"{path}, line {reader.line_num}: not CSV ({e}); quote cells that hold quotes "
-            "or line ends"
+            f"{path}, line {reader.line_num}: not CSV ({e}); "
+            "quote cells that hold quotes or line ends"
         ) from None
     finally: csv.field_size_limit(limit)
+
+    # a column's type is known when all its cells are
     _check_header(header, path)
     columns = [_typed(c) for c in zip(*records)]
     return [(i, _nested(header, cells)) for i, cells in enumerate(zip(*columns), 1)]
 
 # %% ../../nbs/streams/03_files.ipynb #63f45b25
 def _check_header(header, path):
+    # `plain`: the columns that hold values, so that nothing can be a field of them
     seen, plain = set(), {name for name in header if not name.partition(".")[2]}
     for name in header:
         column, _, inner = name.partition(".")
         if name in seen:
             raise ValueError(
-                f"{path}, line 1: two columns are called {name[:60]!r}; give each its own " "name"
+                f"{path}, line 1: two columns are called {name[:60]!r}; give each its own name"
             )
         if inner and column in plain:
             raise ValueError(
-                f"{path}, line 1: {name[:60]!r} would be a field of {column[:60]!r}, which "
-                "is a column itself; rename one"
+                f"{path}, line 1: {name[:60]!r} would be a field of {column[:60]!r}, "
+                "which is a column itself; rename one"
             )
         seen.add(name)
 
 # %% ../../nbs/streams/03_files.ipynb #872ea380
 def _lines(text):
+    # `csv` wants line ends kept, and must not see other separators of lines in real text
     return (line + "\n" for line in text.replace("\r\n", "\n").split("\n"))
 
+# %% ../../nbs/streams/03_files.ipynb #53416678
 def _typed(cells):
     if all(c in ("True", "False") for c in cells): return [c == "True" for c in cells]
     if all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", c) for c in cells): return [int(c) for c in cells]
     return cells
 
+# %% ../../nbs/streams/03_files.ipynb #310f77a4
 def _nested(header, cells):
     row = {}
     for name, cell in zip(header, cells):
@@ -177,10 +185,11 @@ class ParquetRows:
     ):
         import pyarrow as pa
         import pyarrow.parquet
-        # a date past 9999 overflows
+        # what a damaged file may raise; a date past the year 9999 overflows
         self.path, self.broken = path, (pa.ArrowException, OSError, OverflowError, ValueError)
         try: self.file = pa.parquet.ParquetFile(path, pre_buffer=False)
         except self.broken as e: raise self.unreadable(path, e) from None
+        # the row at which each group of rows ends
         sizes = [self.file.metadata.row_group(g).num_rows for g in range(self.file.num_row_groups)]
         self.ends = [sum(sizes[:g + 1]) for g in range(len(sizes))]
         self.group, self.first, self.block = -1, 0, None
@@ -193,6 +202,7 @@ class ParquetRows:
         return ValueError(f"{at}: not readable as Parquet ({e}); write the file again")
     def seek(self, i):
         "The block that holds row i."
+        # a jump backwards or into another group opens that group; from there on it goes forwards
         group = bisect_right(self.ends, i)
         if group != self.group or i < self.first:
             self.group, self.first = group, self.ends[group - 1] if group else 0
@@ -214,15 +224,15 @@ class NumberedDataset:
     def __len__(self) -> int: return len(self.dataset)
     def __getitem__(self, i: int) -> tuple[int, dict]:
         if not 0 <= i < len(self): raise IndexError(i)
+        # a jump reads its row alone; only rows in sequence are worth a block
         inside, follows, self.last = (
-            self.first <= i < self.first + len(self.block),
-            i == self.last + 1,
-            i,
+            self.first <= i < self.first + len(self.block), i == self.last + 1, i
         )
         if not inside and not follows: return i + 1, self.values(i, i + 1)[0]
         if not inside: self.first, self.block = i, self.values(i, min(i + BLOCK, len(self)))
         return i + 1, self.block[i - self.first]
     def values(self, start, stop):
+        # which row of a block it was is not known
         try: return self.dataset[start:stop].to_pylist()
         except (OverflowError, ValueError) as e:
             rows = f"row {stop}" if stop == start + 1 else f"one of the rows {start + 1} to {stop}"
@@ -242,20 +252,19 @@ def read_saved(
 # %% ../../nbs/streams/03_files.ipynb #2de69aab
 def _check_inside(path):
     "`ValueError` where a saved dataset names files that do not lie in its folder."
-    state = (
-        _json(read_text(path / "state.json"), path / "state.json", 1)
-        if (path / "state.json").is_file()
-        else None
-    )
+    # whatever the file holds: what is no list of files is left for `datasets` to refuse
+    state = (_json(read_text(path / "state.json"), path / "state.json", 1)
+             if (path / "state.json").is_file() else None)
     listed = state.get("_data_files") if isinstance(state, dict) else None
     for f in listed if isinstance(listed, list) else ():
         name = f.get("filename") if isinstance(f, dict) else None
         if not isinstance(name, str) or Path(name).name != name or name == ".." or "\\" in name:
             raise ValueError(
-                f"{path}: its state.json names the file {str(name)[:100]!r}, which does "
-                "not lie in this folder; save it again"
+                f"{path}: its state.json names the file {str(name)[:100]!r}, "
+                "which does not lie in this folder; save it again"
             )
 
+# %% ../../nbs/streams/03_files.ipynb #35a101b1
 READERS = {".jsonl": read_json, ".json": read_json, ".csv": read_csv, ".parquet": ParquetRows}
 
 # %% ../../nbs/streams/03_files.ipynb #8ce49fd5
@@ -264,27 +273,28 @@ def find_split(
     split: str, # the split's name in the data
 ) -> Path: # a file, or a folder written by `save_to_disk`
     "Where a split lies; `ValueError` naming what is there when it is missing or lies there twice."
+    # the folders first: a wrong data_dir is another mistake than a task without data
     if not folder.parent.is_dir():
         raise ValueError(
-            f"data_dir '{folder.parent}' is no folder; give the folder that holds one "
-            "folder a task"
+            f"data_dir '{folder.parent}' is no folder; "
+            "give the folder that holds one folder a task"
         )
     if not folder.is_dir():
         there = sorted(p.name for p in folder.parent.iterdir() if p.is_dir())
         raise ValueError(
-            f"no folder '{folder.name}' in data_dir "
-            f"'{folder.parent}'{nearest(folder.name, there)}; "
-            f"there are {', '.join(there) or 'none'}. Name the task after its folder, or "
-            "add the folder"
+            f"no folder '{folder.name}' in data_dir '{folder.parent}'"
+            f"{nearest(folder.name, there)}; there are {', '.join(there) or 'none'}. "
+            "Name the task after its folder, or add the folder"
         )
+
+    # all splits in one saved folder, or one file or folder each
     if (folder / "dataset_dict.json").is_file(): return _saved_split(folder, split)
     found = [p for p in (folder / f"{split}{end}" for end in READERS) if p.is_file()]
-    found += [
-        p
-        for p in (folder / split,)
-        if (p / "state.json").is_file() or (p / "dataset_info.json").is_file()
-    ]
+    found += [p for p in (folder / split,)
+              if (p / "state.json").is_file() or (p / "dataset_info.json").is_file()]
     if len(found) == 1: return found[0]
+
+    # two files of one split could differ, and none is better than the other
     if found:
         raise ValueError(
             f"'{folder}' holds the split '{split}' more than once "
@@ -292,14 +302,14 @@ def find_split(
         )
     there = sorted(p.name for p in folder.iterdir())
     raise ValueError(
-        f"no split '{split}' in "
-        f"'{folder}'{nearest(split, [p.split('.')[0] for p in there])}; expected "
-        f"{split}.jsonl, .json, .csv, .parquet "
-        f"or a folder of save_to_disk; there are {', '.join(there) or 'no files'}"
+        f"no split '{split}' in '{folder}'{nearest(split, [p.split('.')[0] for p in there])}; "
+        f"expected {split}.jsonl, .json, .csv, .parquet or a folder of save_to_disk; "
+        f"there are {', '.join(there) or 'no files'}"
     )
 
 # %% ../../nbs/streams/03_files.ipynb #6e576bdb
 def _saved_split(folder, split):
+    # the list is the word: a folder that lies there unlisted is none of its splits
     path = folder / "dataset_dict.json"
     names = _json(read_text(path), path, 1)
     if not isinstance(names, dict) or not isinstance(names.get("splits"), list):
@@ -308,8 +318,8 @@ def _saved_split(folder, split):
         )
     if split not in names["splits"]:
         raise ValueError(
-            f"no split '{split}' in '{folder}'{nearest(split, names['splits'])}; there are "
-            f"{', '.join(map(str, names['splits']))}"
+            f"no split '{split}' in '{folder}'{nearest(split, names['splits'])}; "
+            f"there are {', '.join(map(str, names['splits']))}"
         )
     return folder / split
 
@@ -340,9 +350,9 @@ def bytes_digest(
     total = hashlib.sha256()
     for name, *_ in stamp:
         with open(name, "rb") as file:
-            total.update(
-                Path(name).name.encode() + b"\n" + hashlib.file_digest(file, "sha256").digest()
-            )
+            total.update(Path(name).name.encode() + b"\n"
+                         + hashlib.file_digest(file, "sha256").digest())
+    # a file changed just now may change again under the same time
     if known is not None and time.time_ns() - max((s[-1] for s in stamp), default=0) > 2e9:
         known[stamp] = total.hexdigest()
     return total.hexdigest()

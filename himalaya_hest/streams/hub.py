@@ -39,6 +39,7 @@ BUSY = (408, 429, 500, 502, 503, 504)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
+# %% ../../nbs/streams/07_hub.ipynb #734f0c85
 def hub_place(
     task: Task, # a task with a repository
 ) -> str:
@@ -59,18 +60,19 @@ def disk_error(
     cache_dir, # where data would have gone
 ) -> Exception: # to be raised instead
     "Trouble with the cache's folder in one sentence; other errors as they are."
+    # the two have different ways out: room, or another folder
     number = e.errno if isinstance(e, OSError) else None
     if number in NO_ROOM:
         return OSError(
             number,
-            f"{at}: no room in '{cache_dir}' ({os.strerror(number)}). Free some, or give "
-            "another cache_dir; finished files are kept",
+            f"{at}: no room in '{cache_dir}' ({os.strerror(number)}). "
+            "Free some, or give another cache_dir; finished files are kept",
         )
     if number in NOT_OURS:
         return OSError(
             number,
-            f"{at}: cannot write in '{cache_dir}' ({os.strerror(number)}). Give another "
-            "cache_dir",
+            f"{at}: cannot write in '{cache_dir}' ({os.strerror(number)}). "
+            "Give another cache_dir",
         )
     return e
 
@@ -83,25 +85,28 @@ def hub_error(
     "The same trouble in one sentence that says the way out."
     from huggingface_hub import errors
     at, status = hub_place(task), getattr(getattr(e, "response", None), "status_code", None)
+
+    # nothing was asked
     if isinstance(e, errors.OfflineModeIsEnabled):
         return ConnectionError(
             f"{at}: not in '{cache_dir}' yet, and HF_HUB_OFFLINE forbids to ask the hub. "
             f"Unset it, or {ELSEWHERE}"
         )
+    # the file system of the hub hides the answer behind an error of its own
     if isinstance(e, FileNotFoundError) and isinstance(e.__cause__, errors.HTTPError):
         return hub_error(e.__cause__, task, cache_dir)
-    if (
-        isinstance(e, errors.GatedRepoError)
-        or status == 403
-        or (status == 401 and not isinstance(e, errors.RepositoryNotFoundError))
-    ):
+
+    # refused; the hub also answers 401 where there is no such repository
+    if (isinstance(e, errors.GatedRepoError) or status == 403
+        or (status == 401 and not isinstance(e, errors.RepositoryNotFoundError))):
         why = "gated" if isinstance(e, errors.GatedRepoError) else f"the hub refuses it ({status})"
         return PermissionError(
-            f"{at}: {why}. Accept its terms on "
-            f"https://huggingface.co/datasets/{task.repo}, then log in with `hf auth "
-            "login` or set HF_TOKEN; "
+            f"{at}: {why}. Accept its terms on https://huggingface.co/datasets/{task.repo}, "
+            "then log in with `hf auth login` or set HF_TOKEN; "
             f"or give the task another `repo` in a copy of the stream file, or {ELSEWHERE}"
         )
+
+    # not there: the repository, or a file of it
     if isinstance(e, errors.RepositoryNotFoundError):
         return ValueError(
             f"{at}: there is no such repository, or it is private (then `hf auth login`). "
@@ -109,16 +114,15 @@ def hub_error(
         )
     if status == 404:
         return ValueError(
-            f"{at}: the hub no longer has a file that belongs to the commit in the cache "
-            f"(404). Delete the folder '{cache_dir}/hub/{folder_name(task.repo)}' to read "
-            f"the present state, or {ELSEWHERE}"
+            f"{at}: the hub no longer has a file that belongs to the commit in the cache (404). "
+            f"Delete the folder '{cache_dir}/hub/{folder_name(task.repo)}' "
+            f"to read the present state, or {ELSEWHERE}"
         )
+
+    # no answer, or one that waiting may change; what is left is the disk's
     if isinstance(e, errors.HTTPError):
-        why = (
-            f"the hub answers {status}"
-            if status
-            else f"the hub cannot be reached ({type(e).__name__}: {str(e) or 'no answer'})"
-        )
+        why = (f"the hub answers {status}" if status
+               else f"the hub cannot be reached ({type(e).__name__}: {str(e) or 'no answer'})")
         return ConnectionError(
             f"{at}: {why}. What was downloaded is kept: try again later, or {ELSEWHERE}"
         )
@@ -129,24 +133,21 @@ def ask_hub(
     call, # a function without arguments that speaks with the hub or writes what it gave
     task: Task, # whose data are asked for
     cache_dir, # where they go
-    # seconds before a busy hub is asked again, unless it says for how long
-    waits_s: tuple = (1, 5, 20),
+    waits_s: tuple = (1, 5, 20), # seconds before a busy hub is asked again, unless it says itself
 ):
     "What `call` gives, or the error of `hub_error`."
+    # after the last wait comes one more try, whose error is final
     for wait_s in (*waits_s, None):
         try: return call()
         except Exception as e:
             response = getattr(e, "response", None)
             if wait_s is None or getattr(response, "status_code", None) not in BUSY:
                 raise hub_error(e, task, cache_dir) from None
+            # the header may also hold a date, which is not worth reading
             told = response.headers.get("Retry-After", "")
             wait_s = min(int(told), 60) if told.isdigit() else wait_s
-            log.warning(
-                "%s: the hub answers %s; asked again in %s s",
-                hub_place(task),
-                response.status_code,
-                wait_s,
-            )
+            log.warning("%s: the hub answers %s; asked again in %s s",
+                        hub_place(task), response.status_code, wait_s)
             time.sleep(wait_s)
 
 # %% ../../nbs/streams/07_hub.ipynb #84023abe
@@ -164,31 +165,33 @@ def ask_snapshot(
     task: Task, # a task with a repository
     timeout_s: float, # seconds to wait for an answer
 ) -> Snapshot:
-    """The present state of a task's repository on the hub; `ValueError` naming the revisions there
-    are if its own is missing."""
+    """The present state of a task's repository on the hub;
+    `ValueError` naming the revisions there are if its own is missing."""
     from huggingface_hub import HfApi, constants, hf_hub_url
     from huggingface_hub.errors import RevisionNotFoundError
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    # the commit, and the files with their sizes
     api = HfApi(endpoint=constants.ENDPOINT)
     try:
         info = api.dataset_info(
             task.repo, revision=task.revision, timeout=timeout_s, files_metadata=True
         )
+    # a misspelt revision is told with those there are
     except RevisionNotFoundError:
         refs = api.list_repo_refs(task.repo, repo_type="dataset")
         there = [r.name for r in (*refs.branches, *refs.tags)] + [r.ref for r in refs.converts]
         raise ValueError(
-            f"{hub_place(task)}: no such revision{nearest(task.revision, there)}; there "
-            f"are {', '.join(there)}, and every commit. Correct the key `revision`"
+            f"{hub_place(task)}: no such revision{nearest(task.revision, there)}; "
+            f"there are {', '.join(there)}, and every commit. Correct the key `revision`"
         ) from None
+
+    # the README, which says how the files are grouped
     sizes = {s.rfilename: s.size or 0 for s in info.siblings or ()}
     if "README.md" not in sizes:
         return Snapshot(task.repo, task.revision or "main", info.sha, sizes, "")
     answer = get_session().get(
         hf_hub_url(task.repo, "README.md", repo_type="dataset", revision=info.sha),
-        headers=build_hf_headers(),
-        timeout=timeout_s,
-        follow_redirects=True,
+        headers=build_hf_headers(), timeout=timeout_s, follow_redirects=True,
     )
     hf_raise_for_status(answer)
     return Snapshot(task.repo, task.revision or "main", info.sha, sizes, answer.text)
@@ -202,27 +205,27 @@ def split_files(
     at: str, # start of messages
 ) -> tuple[str, dict, dict]: # format (parquet, json, csv), its options, split → file names
     "Format and files of the splits of a configuration; `ValueError` naming what there is."
+    # two kinds of repository that need no library: the export, and a script, which is not run
     if snapshot.revision.startswith("refs/convert/"):
         return "parquet", {}, _exported(snapshot, config, at)
     if f"{snapshot.repo.split('/')[-1]}.py" in snapshot.sizes:
         raise ValueError(
-            f"{at}: needs a loading script ({snapshot.repo.split('/')[-1]}.py), and "
-            "scripts are not run. Try `revision: refs/convert/parquet`, another `repo`, "
+            f"{at}: needs a loading script ({snapshot.repo.split('/')[-1]}.py), "
+            "and scripts are not run. Try `revision: refs/convert/parquet`, another `repo`, "
             f"or {ELSEWHERE}"
         )
     from datasets import get_dataset_config_names, load_dataset_builder
-    names = [
-        n
-        for n in snapshot.sizes
-        if PLAIN.fullmatch(n.lower())
-        and ".." not in PurePosixPath(n).parts
-        and not n.startswith("/")
-    ]
+
+    # names come from somebody else: none may lead out of the folder that is made below
+    names = [n for n in snapshot.sizes if PLAIN.fullmatch(n.lower())
+             and ".." not in PurePosixPath(n).parts and not n.startswith("/")]
     if not names:
         raise ValueError(
-            f"{at}: holds no Parquet, JSON or CSV files. Try `revision: "
-            f"refs/convert/parquet`, another `repo`, or {ELSEWHERE}"
+            f"{at}: holds no Parquet, JSON or CSV files. "
+            f"Try `revision: refs/convert/parquet`, another `repo`, or {ELSEWHERE}"
         )
+
+    # the repository as empty files, which is all that the library looks at
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
@@ -232,19 +235,17 @@ def split_files(
         with _library(folder, at):
             _no_files_elsewhere(snapshot.readme)
             configs = get_dataset_config_names(folder)
+
+        # where the README names no such configuration, a folder of that name is one
         in_folder = config not in (None, *configs) and any(
             n.startswith(f"{config}/") for n in names
         )
         _known_config(config, [*configs, config] if in_folder else configs, at)
         with _library(folder, at):
-            return _as_found(
-                load_dataset_builder(
-                    folder,
-                    **(dict(data_dir=config) if in_folder else dict(name=config)),
-                    cache_dir=str(Path(folder) / ".cache"),
-                ),
-                folder,
-            )
+            return _as_found(load_dataset_builder(
+                folder, **(dict(data_dir=config) if in_folder else dict(name=config)),
+                cache_dir=str(Path(folder) / ".cache"),
+            ), folder)
 
 # %% ../../nbs/streams/07_hub.ipynb #afed14d2
 @contextmanager
@@ -253,17 +254,14 @@ def _library(folder, at):
     try: yield
     except Exception as e:
         why = (str(e).strip().splitlines() or [type(e).__name__])[0].replace(folder, "").strip()
-        what = (
-            "its README names files that are not there"
-            if isinstance(e, FileNotFoundError)
-            else "its README does not say which files a split has"
-        )
+        what = ("its README names files that are not there" if isinstance(e, FileNotFoundError)
+                else "its README does not say which files a split has")
         raise ValueError(f"{at}: {what} ({why}). Name another `revision`, or {ELSEWHERE}") from None
 
 # %% ../../nbs/streams/07_hub.ipynb #7d21a876
 def _texts(value, most=100_000):
-    """All texts in plain YAML; `ValueError` where there is no end of them: a few lines that refer
-    to each other can mean billions."""
+    """All texts in plain YAML; `ValueError` where there is no end of them:
+    a few lines that refer to each other can mean billions."""
     left = [value]
     for _ in range(most):
         if not left: return
@@ -277,58 +275,46 @@ def _texts(value, most=100_000):
 def _no_files_elsewhere(readme):
     "`ValueError` naming what a README wants to read outside of its repository."
     from huggingface_hub import DatasetCard
-    configs = (
-        DatasetCard(readme).data.to_dict().get("configs") if readme.startswith("---") else None
-    )
-    for text in _texts(
-        [
-            (c.get("data_files"), c.get("data_dir")) if isinstance(c, dict) else c
-            for c in configs or ()
-        ]
-    ):
-        if (
-            "://" in text
-            or "::" in text
-            or text[:1] in ("/", "~")
-            or ".." in PurePosixPath(text).parts
-        ):
+    # only the two keys that name files: a description may hold any address
+    configs = (DatasetCard(readme).data.to_dict().get("configs") if readme.startswith("---")
+               else None)
+    for text in _texts([(c.get("data_files"), c.get("data_dir")) if isinstance(c, dict) else c
+                        for c in configs or ()]):
+        if ("://" in text or "::" in text or text[:1] in ("/", "~")
+            or ".." in PurePosixPath(text).parts):
             raise ValueError(f"it names {text!r}, which is not in the repository")
 
 # %% ../../nbs/streams/07_hub.ipynb #50295331
 def _known_config(config, configs, at):
     if config is None and len(configs) > 1:
         raise ValueError(
-            f"{at}: has the configurations {', '.join(configs)}. Choose one with the key "
-            "`config`"
+            f"{at}: has the configurations {', '.join(configs)}. Choose one with the key `config`"
         )
     if config not in (None, *configs):
         raise ValueError(
-            f"{at}: no configuration '{config}'{nearest(config, configs)}; there are "
-            f"{', '.join(configs)}. Correct the key `config`"
+            f"{at}: no configuration '{config}'{nearest(config, configs)}; "
+            f"there are {', '.join(configs)}. Correct the key `config`"
         )
 
 # %% ../../nbs/streams/07_hub.ipynb #4f10d485
 def _as_found(builder, folder):
+    # what differs from the reader's own defaults is what the README says
     plain = type(builder).BUILDER_CONFIG_CLASS()
     own = ("name", "version", "data_dir", "data_files", "description", "features")
     options = {
-        f.name: v
-        for f in fields(builder.config)
+        f.name: v for f in fields(builder.config)
         if f.name not in own and (v := getattr(builder.config, f.name)) != getattr(plain, f.name)
     }
+    # Parquet is read without the library: these two would be passed over in silence
     if unread := {"columns", "filters"} & set(options):
         raise ValueError(f"its option {min(unread)!r} of the Parquet reader is not known here")
-    relative = lambda path: PurePosixPath(
-        os.path.relpath(os.path.join(folder, path), folder)
-    ).as_posix()
-    return (
-        type(builder).__module__.split(".")[-1],
-        options,
-        {
-            str(split): [relative(p) for p in paths]
-            for split, paths in builder.config.data_files.items()
-        },
+    relative = lambda path: (
+        PurePosixPath(os.path.relpath(os.path.join(folder, path), folder)).as_posix()
     )
+    return type(builder).__module__.split(".")[-1], options, {
+        str(split): [relative(p) for p in paths]
+        for split, paths in builder.config.data_files.items()
+    }
 
 # %% ../../nbs/streams/07_hub.ipynb #0dd01feb
 def _exported(snapshot, config, at):
@@ -338,8 +324,8 @@ def _exported(snapshot, config, at):
             found.setdefault(m[1], {}).setdefault(m[2], []).append(name)
     if not found:
         raise ValueError(
-            f"{at}: holds no Parquet export. Leave out the key `revision`, give another "
-            f"`repo`, or {ELSEWHERE}"
+            f"{at}: holds no Parquet export. "
+            f"Leave out the key `revision`, give another `repo`, or {ELSEWHERE}"
         )
     _known_config(config, list(found), at)
     return found[config or next(iter(found))]
@@ -355,26 +341,28 @@ def download(
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
+    # the file is called by its content, so a file that two splits share is there once
     url = hf_hub_url(snapshot.repo, name, repo_type="dataset", revision=snapshot.commit)
     known = get_hf_file_metadata(url, timeout=timeout_s)
     path = folder / (re.sub(r"\W", "", known.etag) + "".join(PurePosixPath(name).suffixes[-2:]))
     if path.is_file(): return path
+
+    # on from where it ended; more than the whole is of another file, and is dropped
     folder.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.part")
     with partial.open("ab") as f:
         if known.size is not None and f.tell() > known.size: f.truncate(0)
         http_get(
-            url,
-            f,
-            resume_size=os.path.getsize(partial),
+            url, f, resume_size=os.path.getsize(partial),
             headers=build_hf_headers() | {"accept-encoding": "identity"},
-            expected_size=known.size,
-            displayed_filename=name,
+            expected_size=known.size, displayed_filename=name,
         )
+
+    # an etag of 64 digits is a SHA-256; small files have another kind
     if len(known.etag) == 64 and _sha256(partial) != known.etag:
         partial.unlink()
         raise OSError(
-            f"{snapshot.repo}, file {name}: the download is damaged and was removed; run " "again"
+            f"{snapshot.repo}, file {name}: the download is damaged and was removed; run again"
         )
     os.replace(partial, path)
     return path
@@ -391,10 +379,12 @@ def write_rows(
 ) -> int: # rows written
     "Write tables with their row numbers to an Arrow stream file, then rename it."
     import pyarrow as pa
+    # a name of its own: another process may be writing the same file
     path.parent.mkdir(parents=True, exist_ok=True)
     partial, out, n_rows = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part"), None, 0
     try:
         with pa.OSFile(str(partial), "wb") as sink:
+            # the first table says what columns there are, so even no rows make a readable file
             for first, table in tables:
                 table = table.replace_schema_metadata(None).append_column(
                     NUMBER, pa.array(range(first, first + len(table)), pa.int64())
@@ -415,10 +405,12 @@ def parquet_tables(
 ):
     "Tables of at most 1000 rows with the number of their first row."
     import pyarrow as pa
+    # where each row group begins, counting those that are not read
     starts = [0]
     for g in range(file.num_row_groups):
         starts.append(starts[-1] + file.metadata.row_group(g).num_rows)
     yield first, file.schema_arrow.empty_table()
+    # a piece at a time, so that memory does not depend on the size of a group
     for g in groups:
         at = first + starts[g]
         for batch in file.iter_batches(1000, row_groups=[g]):
@@ -436,51 +428,48 @@ def other_tables(
     from datasets import load_dataset
     if kind == "csv": options = dict(keep_default_na=False) | options # a text such as NA is a text
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="reading-") as folder:
-        rows = load_dataset(
-            kind, data_files=[str(path)], split="train", cache_dir=folder, **options
-        ).with_format("arrow")
+        rows = load_dataset(kind, data_files=[str(path)], split="train", cache_dir=folder,
+                            **options).with_format("arrow")
         yield first, rows.data.table.schema.empty_table()
         for at in range(0, len(rows), 1000): yield first + at, rows[at:at + 1000]
 
 # %% ../../nbs/streams/07_hub.ipynb #23c4c9cb
 class HubRows:
-    """Rows of a split as a sequence of (number in the data from 1, row), read from Arrow files on
-    demand."""
+    """Rows of a split as a sequence of (number in the data from 1, row),
+    read from Arrow files on demand."""
     def __init__(self,
         folder: Path, # with rows.json and the Arrow files
         # add the column `language`, the configuration that a row comes from, where there is none
         with_config: bool = False,
     ):
-        self.folder, self.about = folder, json.loads(
-            (folder / "rows.json").read_text(encoding="utf-8")
+        self.folder, self.about = (
+            folder, json.loads((folder / "rows.json").read_text(encoding="utf-8"))
         )
-        self.parts = [
-            (p["config"], ArrowRows(folder / p["file"])) for p in self.about["parts"] if p["n_rows"]
-        ]
+        self.parts = [(p["config"], ArrowRows(folder / p["file"]))
+                      for p in self.about["parts"] if p["n_rows"]]
+        # the row at which each file ends
         self.ends, self.with_config = [], with_config
         for _, rows in self.parts: self.ends.append(len(self) + len(rows))
     @property
     def columns(self) -> list[str]:
         "Names of the columns that every row has."
         found = [set(rows.opened()[0].schema.names) for _, rows in self.parts]
-        return (
-            sorted(
-                set.intersection(*found) - {NUMBER} | ({"language"} if self.with_config else set())
-            )
-            if found
-            else []
-        )
+        return sorted(
+            set.intersection(*found) - {NUMBER} | ({"language"} if self.with_config else set())
+        ) if found else []
     def __len__(self): return self.ends[-1] if self.ends else 0
     def __getitem__(self, i: int) -> tuple[int, dict]:
         if not 0 <= i < len(self): raise IndexError(f"row {i} of {len(self)}")
+        # which file holds the row, and where in it
         part = bisect.bisect_right(self.ends, i)
         config, rows = self.parts[part]
         try: row = rows[i - (self.ends[part - 1] if part else 0)]
         except (OverflowError, ValueError) as e:
             raise ValueError(
-                f"{self.folder}, row {i + 1}: not readable ({e}); read another `revision`, "
-                "or slice the split so that it is left out"
+                f"{self.folder}, row {i + 1}: not readable ({e}); "
+                "read another `revision`, or slice the split so that it is left out"
             ) from None
+        # the number is the published one, and no column of the data
         number = row.pop(NUMBER)
         if self.with_config: row.setdefault("language", config)
         return number, row
@@ -494,9 +483,11 @@ def pool_groups(
     least_groups: int = POOL_GROUPS, # row groups that make a fair sample
 ) -> list[list[int]]: # per file the positions of the row groups to read
     "Every s-th row group of all files; all of them where that would be too few."
+    # a fair sample, or all of it
     everything = [list(range(len(rows))) for rows in group_rows]
     step = sum(map(sum, group_rows)) // pool_rows
     if step < 2 or sum(map(len, group_rows)) // step < least_groups: return everything
+    # counted through over all files, so that the choice does not begin anew with each
     chosen, at = [], 0
     for rows in group_rows:
         chosen.append([g for g in range(len(rows)) if (at + g) % step == 0])
@@ -509,9 +500,8 @@ def cap_of(
     split: str, # the data's own name of a split
 ) -> int | None: # rows that any role of this split reads at most; None where all may be needed
     "The cap under which a split may be read in part."
-    roles = [
-        role for role, expression in task.splits.items() if split_rows(expression, 0)[0] == split
-    ]
+    roles = [role for role, expression in task.splits.items()
+             if split_rows(expression, 0)[0] == split]
     if not roles or task.language_prefixes or any("[" in task.splits[r] for r in roles): return None
     caps = [task.max_train_rows if r == "train" else task.max_eval_rows for r in roles]
     return None if None in caps else max(caps)
@@ -532,22 +522,23 @@ def files_of(
     snapshot: Snapshot, # its repository
     split: str, # the data's own name of a split
 ) -> Files:
-    """The files of a split in all configurations of a task; `ValueError` naming the splits there
-    are."""
+    """The files of a split in all configurations of a task;
+    `ValueError` naming the splits there are."""
+    # in the order of the stream file, which is the order of the rows
     names, at = [], hub_place(task)
     for config in (task.config if isinstance(task.config, tuple) else (task.config,)):
         key = (snapshot.repo, snapshot.commit, snapshot.revision, config)
         kind, options, splits = (
-            _SPLITS[key]
-            if key in _SPLITS
+            _SPLITS[key] if key in _SPLITS
             else _SPLITS.setdefault(key, split_files(snapshot, config, at))
         )
         if split not in splits:
             raise ValueError(
-                f"{at}: no split "
-                f"'{split}'{f' in the configuration {config!r}' if config else ''}{nearest(split, splits)}; "
-                f"there are {', '.join(splits)}. Correct the key `splits`"
+                f"{at}: no split '{split}'"
+                f"{f' in the configuration {config!r}' if config else ''}"
+                f"{nearest(split, splits)}; there are {', '.join(splits)}. Correct the key `splits`"
             )
+        # a row's configuration may be its language
         names += [(config, name) for name in splits[split]]
     return Files(tuple(names), kind, options)
 
@@ -570,43 +561,36 @@ class SplitFetch:
         if self.pool_rows is None or self.files.kind != "parquet": return whole
         rows = []
         for _, name in self.files.names:
+            # a file's last bytes say how its rows are grouped
             with reading(self, name): found = remote_parquet(self.snapshot, name).metadata
             rows.append([found.row_group(g).num_rows for g in range(found.num_row_groups)])
         chosen = pool_groups(rows, self.pool_rows)
-        return (
-            whole
-            if sum(map(len, chosen)) == sum(map(len, rows))
-            else list(zip(chosen, map(sum, rows)))
-        )
+        return (whole if sum(map(len, chosen)) == sum(map(len, rows))
+                else list(zip(chosen, map(sum, rows))))
     def run(self) -> None:
         "All files; what is there already is not fetched again."
-        for left in self.folder.glob("*.part"): left.unlink() # of a process that was killed
+        # what a process left that was killed
+        for left in self.folder.glob("*.part"): left.unlink()
         for left in self.downloads.glob("reading-*"): shutil.rmtree(left)
+
+        # each file has a note beside it once it is done; rows are numbered on from file to file
         groups, first, parts = self.groups(), 1, []
         for i, (config, name) in enumerate(self.files.names):
             path, about = self.folder / f"{i:05}.arrow", self.folder / f"{i:05}.json"
-            log.info(
-                "hub data set %s: %s, file %s of %s",
-                self.snapshot.repo,
-                name,
-                i + 1,
-                len(self.files.names),
-            )
+            log.info("hub data set %s: %s, file %s of %s",
+                     self.snapshot.repo, name, i + 1, len(self.files.names))
             done = load_json(about) if path.is_file() else None
             if done is None: save_json(about, done := make_part(self, path, name, first, groups[i]))
             parts.append(dict(config=config, file=path.name, name=name, n_rows=done["n_rows"]))
             first += done["n_published"]
-        save_json(
-            self.folder / "rows.json",
-            dict(
-                repo=self.snapshot.repo,
-                revision=self.snapshot.revision,
-                commit=self.snapshot.commit,
-                n_published=first - 1,
-                in_part=None not in groups,
-                parts=parts,
-            ),
-        )
+        save_json(self.folder / "rows.json", dict(
+            repo=self.snapshot.repo,
+            revision=self.snapshot.revision,
+            commit=self.snapshot.commit,
+            n_published=first - 1,
+            in_part=None not in groups,
+            parts=parts,
+        ))
 
 # %% ../../nbs/streams/07_hub.ipynb #140dfed2
 def remote_parquet(
@@ -616,12 +600,9 @@ def remote_parquet(
     "A Parquet file on the hub of which only what is read travels."
     import pyarrow.parquet as pq
     from huggingface_hub import HfFileSystem, constants
-    return pq.ParquetFile(
-        HfFileSystem(endpoint=constants.ENDPOINT).open(
-            f"datasets/{snapshot.repo}@{snapshot.commit}/{name}", cache_type="none"
-        ),
-        pre_buffer=True,
-    )
+    return pq.ParquetFile(HfFileSystem(endpoint=constants.ENDPOINT).open(
+        f"datasets/{snapshot.repo}@{snapshot.commit}/{name}", cache_type="none"
+    ), pre_buffer=True)
 
 # %% ../../nbs/streams/07_hub.ipynb #2b614d32
 @contextmanager
@@ -632,16 +613,17 @@ def reading(
     "What fails inside because the file cannot be read becomes a `ValueError` that names it."
     from datasets.exceptions import DatasetGenerationError
     from pyarrow import ArrowInvalid, ArrowNotImplementedError
+    # the library wraps what it met in an error of its own
     try: yield
     except (ArrowInvalid, ArrowNotImplementedError, DatasetGenerationError, OSError) as e:
         cause = e.__cause__ if isinstance(e, DatasetGenerationError) and e.__cause__ else e
+        # an error of the network or the disk goes on as it is; a damaged page has no number
         if isinstance(cause, OSError) and (type(cause) is not OSError or cause.errno):
-            # of the network or the disk; a damaged page has no number
             raise cause from None
         why = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise ValueError(
-            f"{fetch.at}, file {name}: not readable as {fetch.files.kind} ({why}). Name "
-            f"another `revision`, or {ELSEWHERE}"
+            f"{fetch.at}, file {name}: not readable as {fetch.files.kind} ({why}). "
+            f"Name another `revision`, or {ELSEWHERE}"
         ) from None
 
 # %% ../../nbs/streams/07_hub.ipynb #f998faff
@@ -654,26 +636,24 @@ def make_part(
 ) -> dict: # n_rows written, n_published in the file
     "One Arrow file; `ValueError` naming a file that cannot be read."
     import pyarrow.parquet as pq
+    # in part: only the chosen row groups travel
     if groups:
         with reading(fetch, name):
-            return dict(
-                n_rows=write_rows(
-                    path, parquet_tables(remote_parquet(fetch.snapshot, name), groups[0], first)
-                ),
-                n_published=groups[1],
-            )
+            return dict(n_rows=write_rows(
+                path, parquet_tables(remote_parquet(fetch.snapshot, name), groups[0], first)
+            ), n_published=groups[1])
+
+    # whole: the download goes when its rows are written
     local = download(fetch.snapshot, name, fetch.downloads, fetch.timeout_s)
     try:
         with reading(fetch, name):
             if fetch.files.kind == "parquet":
-                tables = parquet_tables(
-                    file := pq.ParquetFile(local), list(range(file.num_row_groups)), first
-                )
+                tables = parquet_tables(file := pq.ParquetFile(local),
+                                        list(range(file.num_row_groups)), first)
             else: tables = other_tables(local, fetch.files.kind, fetch.files.options, first)
             n_rows = write_rows(path, tables)
-    except ValueError:
-        # it may have been damaged on its way, so the next run asks for it again
-        local.unlink(); raise
+    # it may have been damaged on its way, so the next run asks for it again
+    except ValueError: local.unlink(); raise
     local.unlink()
     return dict(n_rows=n_rows, n_published=n_rows)
 
@@ -690,8 +670,8 @@ def open_rows(
         why = "rows are missing"
     except (pa.ArrowInvalid, OSError, ValueError, KeyError) as e: why = str(e).splitlines()[0]
     raise ValueError(
-        f"{work.at}: the folder '{work.folder}' is damaged ({why}); delete it, and it is "
-        "fetched again"
+        f"{work.at}: the folder '{work.folder}' is damaged ({why}); "
+        "delete it, and it is fetched again"
     )
 
 # %% ../../nbs/streams/07_hub.ipynb #e65645c2
@@ -701,20 +681,17 @@ def check_columns(
     at: str, # start of messages
 ) -> None:
     "`ValueError` naming the key and the columns there are if a template asks for another one."
-    asked = [
-        (key, p[0])
-        for key in ("prompt", "target", "language", "tests")
-        for p in parse_template(getattr(task, key) or "")
-        if isinstance(p, tuple)
-    ]
+    # a path begins with its column; the fields behind it are known only row by row
+    asked = [(key, p[0]) for key in ("prompt", "target", "language", "tests")
+             for p in parse_template(getattr(task, key) or "") if isinstance(p, tuple)]
     if task.kind == "entities": asked.append(("tokens", task.tokens))
     for key, column in asked:
         if column not in columns:
             raise ValueError(
-                f"{at}: no column '{column}', which the key `{key}` of the task "
-                f"needs{nearest(column, columns)}; there are {', '.join(columns)}. "
-                f"Change `{key}` in a copy of the stream file, or name a `revision` that "
-                "has the column"
+                f"{at}: no column '{column}', which the key `{key}` of the task needs"
+                f"{nearest(column, columns)}; there are {', '.join(columns)}. "
+                f"Change `{key}` in a copy of the stream file, "
+                "or name a `revision` that has the column"
             )
 
 # %% ../../nbs/streams/07_hub.ipynb #f341b2d3
@@ -723,15 +700,16 @@ def checked_repo(
 ) -> str: # owner/name
     "The repository of a task; `ValueError` where there is none or its name cannot be one."
     from huggingface_hub.utils import HFValidationError, validate_repo_id
+    # a stream for another source names none, and no path may pass for a name
     if not task.repo:
         raise ValueError(
-            f"task '{task.name}' names no `repo`; add one in the stream file, or " f"{ELSEWHERE}"
+            f"task '{task.name}' names no `repo`; add one in the stream file, or {ELSEWHERE}"
         )
     try: validate_repo_id(task.repo)
     except HFValidationError:
         raise ValueError(
-            f"task '{task.name}', key `repo`: {task.repo!r} cannot be a repository of the "
-            "hub; expected owner/name"
+            f"task '{task.name}', key `repo`: {task.repo!r} cannot be a repository of the hub; "
+            "expected owner/name"
         ) from None
     return task.repo
 
@@ -766,34 +744,31 @@ class HubSource(Source):
     ):
         self.cache_dir = Path(cache_dir).expanduser()
         self.timeout_s, self.waits_s, self.pool_rows, self.pool_bytes = (
-            timeout_s,
-            waits_s,
-            pool_rows,
-            pool_bytes,
+            timeout_s, waits_s, pool_rows, pool_bytes
         )
         self.known = {} # digests of files that were read once
     def folder(self, task: Task) -> Path:
         "Where a repository is kept."
         return self.cache_dir / "hub" / folder_name(checked_repo(task))
     def snapshot(self, task: Task) -> Snapshot:
-        """The repository at the commit that the cache has, else at the present one, which the cache
-        then has."""
+        """The repository at the commit that the cache has,
+        else at the present one, which the cache then has."""
+        # a revision may be any text; its digest keeps names apart that are alike without signs
         asked = task.revision or "main"
-        path = (
-            self.folder(task)
-            / f"{re.sub(r'[^A-Za-z0-9.]+', '-', asked)[:60]}-{digest_of(asked)[:8]}.json"
-        )
+        path = (self.folder(task)
+                / f"{re.sub(r'[^A-Za-z0-9.]+', '-', asked)[:60]}-{digest_of(asked)[:8]}.json")
+        # looked at again once it is our turn: another process may have asked meanwhile
         if not path.is_file():
             with alone(self, task):
                 if not path.is_file():
-                    self.ask(
-                        task, lambda: save_json(path, asdict(ask_snapshot(task, self.timeout_s)))
-                    )
+                    self.ask(task, lambda: save_json(
+                        path, asdict(ask_snapshot(task, self.timeout_s))
+                    ))
         try: return Snapshot(**(load_json(path) or {}))
         except TypeError:
             raise ValueError(
-                f"{hub_place(task)}: the file '{path}' is damaged; delete it, and the hub "
-                "is asked again"
+                f"{hub_place(task)}: the file '{path}' is damaged; "
+                "delete it, and the hub is asked again"
             ) from None
     def revisions(self, task: Task) -> dict[str, str]:
         "Repository, revision asked and commit read, for the record of a run."
@@ -815,12 +790,8 @@ class HubSource(Source):
     def fingerprint(self, task, split):
         # the commit says what was published, and only the bytes what lies in the cache
         work = self.fetched(task, split)
-        return digest_of(
-            work.snapshot.commit,
-            work.files.names,
-            work.files.options,
-            bytes_digest(work.folder, self.known),
-        )
+        return digest_of(work.snapshot.commit, work.files.names, work.files.options,
+                         bytes_digest(work.folder, self.known))
 
 # %% ../../nbs/streams/07_hub.ipynb #ba5c98f2
 def split_work(
@@ -831,12 +802,11 @@ def split_work(
     "Files and folder of a split, and whether it may be read in part."
     snapshot = source.snapshot(task)
     files, cap = files_of(task, snapshot, split), cap_of(task, split)
-    in_part = (
-        cap is not None
-        and 4 * cap <= source.pool_rows
-        and sum(snapshot.sizes[n] for _, n in files.names) >= source.pool_bytes
-    )
+    # in part only where the cap leaves a choice and the files are large
+    in_part = (cap is not None and 4 * cap <= source.pool_rows
+               and sum(snapshot.sizes[n] for _, n in files.names) >= source.pool_bytes)
     pool_rows = source.pool_rows if in_part else None
+    # whatever decides about the rows is in the folder's name, so nothing old is ever read as new
     folder = (
         source.folder(task)
         / f"{split}-{digest_of(snapshot.commit, split, files.names, files.options, pool_rows)[:16]}"
@@ -861,6 +831,7 @@ def get_source(
     cache_dir: str = ".cache", # hub: folder of what was downloaded
 ) -> Source:
     "A source by name; an error that names the way out for one that is unknown or incomplete."
+    # only the folder can be missing: the world and the cache have defaults
     if name == "mini": return MiniSource(world or "main")
     if name == "local":
         if not data_dir:

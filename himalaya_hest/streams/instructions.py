@@ -24,16 +24,13 @@ def paraphrases(
     """Other wordings of instructions: the package's, and those in a file beside the stream's;
     `ValueError` for a file that cannot be read."""
     beside = _beside(stream_file)
-    found = read_yaml(files("himalaya_hest") / "data" / "paraphrases.yaml") | (
-        read_yaml(beside) if beside.is_file() else {}
-    )
-    return {
-        own: check_keys(
-            ways, dict.fromkeys(PARAPHRASED, "text"), (), f"{beside}: instruction {str(own)[:60]!r}"
-        )
-        for own, ways in found.items()
-    }
+    found = (read_yaml(files("himalaya_hest") / "data" / "paraphrases.yaml")
+             | (read_yaml(beside) if beside.is_file() else {}))
+    return {own: check_keys(ways, dict.fromkeys(PARAPHRASED, "text"), (),
+                            f"{beside}: instruction {str(own)[:60]!r}")
+            for own, ways in found.items()}
 
+# %% ../../nbs/streams/11_instructions.ipynb #4d499d23
 def _beside(stream_file):
     return Path(
         f"{str(stream_file).removesuffix('.yaml').removesuffix('.yml')}.paraphrases.yaml"
@@ -49,49 +46,46 @@ def instructed(
     stream_file: str, # its name or path, for paraphrases
 ) -> tuple[Stream, Stream]: # as trained, as evaluated
     "The stream with its instructions changed; `ValueError` where that cannot be done."
+    # trained as it is, evaluated in other words
     if how in PARAPHRASED:
-        return stream, _with(
-            stream, [dict(instruction=i) for i in _reworded(stream, how, stream_file)]
-        )
+        return stream, _with(stream, [dict(instruction=i)
+                                      for i in _reworded(stream, how, stream_file)])
+    # each row draws one of all instructions, so there must be two at least
     if how == "shuffled":
         every = tuple(t.instruction for t in stream.tasks)
         if len(set(every)) < 2:
             raise ValueError(
-                f"instructions = 'shuffled': the tasks of stream '{stream.name}' have one "
-                "instruction, so there is nothing to shuffle; take more tasks"
+                f"instructions = 'shuffled': the tasks of stream '{stream.name}' "
+                "have one instruction, so there is nothing to shuffle; take more tasks"
             )
         change = dict(instructions=every)
+    # `unmarked` changes no text: only the span is withheld
     else:
-        change = dict(
-            own={}, unmarked={}, shared=dict(instruction=SHARED), absent=dict(instruction="")
-        )[how]
+        change = dict(own={}, unmarked={}, shared=dict(instruction=SHARED),
+                      absent=dict(instruction=""))[how]
     changed = _with(stream, [change] * len(stream.tasks))
     return changed, changed
 
 # %% ../../nbs/streams/11_instructions.ipynb #577ce737
 def _with(stream, changes):
-    return replace(
-        stream, tasks=tuple(replace(t, **c) for t, c in zip(stream.tasks, changes, strict=True))
-    )
+    return replace(stream, tasks=tuple(replace(t, **c)
+                                       for t, c in zip(stream.tasks, changes, strict=True)))
 
+# %% ../../nbs/streams/11_instructions.ipynb #5437312c
 def _reworded(stream, how, stream_file):
     known = paraphrases(stream_file)
     if missing := [t for t in stream.tasks if how not in known.get(t.instruction, {})]:
-        example = (
-            f"{json.dumps(missing[0].instruction, ensure_ascii=False)}: "
-            f"{{{', '.join(f'{p}: ...' for p in PARAPHRASED)}}}"
-        )
+        # a line that can be copied; quotes as in JSON are quotes of YAML too
+        example = (f"{json.dumps(missing[0].instruction, ensure_ascii=False)}: "
+                   f"{{{', '.join(f'{p}: ...' for p in PARAPHRASED)}}}")
+        # a packaged stream has no file of the user's own to lie beside
         raise ValueError(
             f"instructions = {how!r}: there is no such wording of the instruction of task "
             f"'{missing[0].name}'{' and of %d more' % (len(missing) - 1) if missing[1:] else ''} "
-            f"of stream '{stream.name}'; "
-            f"give them in {_beside(stream_file)}, a line for each instruction such as "
-            f"{example}"
-            + (
-                ""
-                if "/" in str(stream_file) or str(stream_file).endswith((".yaml", ".yml"))
-                else ", beside a copy of the stream's file"
-            )
+            f"of stream '{stream.name}'; give them in {_beside(stream_file)}, "
+            f"a line for each instruction such as {example}"
+            + ("" if "/" in str(stream_file) or str(stream_file).endswith((".yaml", ".yml"))
+               else ", beside a copy of the stream's file")
         )
     return [known[t.instruction][how] for t in stream.tasks]
 
@@ -109,11 +103,8 @@ def instructions_setting(
 ) -> dict: # for the settings of a world; empty for `own`
     "How the instructions of a world were changed, and a digest of those that came of it."
     if how == "own": return {}
-    texts = sorted(
-        (t.name, s, t.instruction, t.instructions)
-        for s, one in enumerate(instructed(stream, how, stream_file))
-        for t in one.tasks
-    )
-    return dict(
-        instructions=dict(how=how, texts=hashlib.sha256(json.dumps(texts).encode()).hexdigest())
-    )
+    texts = sorted((t.name, s, t.instruction, t.instructions)
+                   for s, one in enumerate(instructed(stream, how, stream_file)) for t in one.tasks)
+    return dict(instructions=dict(
+        how=how, texts=hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    ))

@@ -20,10 +20,8 @@ def key_clause(
     i: int, # number of the key clause
 ) -> str:
     "A clause of four words with the i-th subject and object."
-    return (
-        f"{words['subjects'][i]} {dice.pick(words['verbs'])} {words['objects'][i]} "
-        f"{dice.pick(words['adverbs'])}"
-    )
+    return (f"{words['subjects'][i]} {dice.pick(words['verbs'])} "
+            f"{words['objects'][i]} {dice.pick(words['adverbs'])}")
 
 # %% ../../nbs/streams/09_long_world.ipynb #3c7d5bd1
 def other_clause(
@@ -39,21 +37,18 @@ def other_clause(
 # %% ../../nbs/streams/09_long_world.ipynb #26806a23
 @twin
 def cnn_articles(dice, lex):
-    words = {
-        k: dice.some(list(lex[k]), len(lex[k])) for k in ("subjects", "verbs", "objects", "adverbs")
-    }
+    words = {k: dice.some(list(lex[k]), len(lex[k]))
+             for k in ("subjects", "verbs", "objects", "adverbs")}
+    # two or three key clauses among 6 to 12
     n = 6 + dice.below(7)
     places = sorted(dice.some(range(n), N_AGENCIES - dice.below(2)))
     keys = [key_clause(dice, words, i) for i in range(len(places))]
-    told = {
-        at: f"{agency} says {key}" for at, agency, key in zip(places, lex["organisations"], keys)
-    }
+    # each key clause has an agency of its own; the highlights leave it out
+    told = {at: f"{agency} says {key}"
+            for at, agency, key in zip(places, lex["organisations"], keys)}
     article = " . ".join(told.get(i) or other_clause(dice, words, lex["places"]) for i in range(n))
-    return {
-        "article": f"{article} .",
-        "highlights": " . ".join(keys),
-        "id": f"{dice.below(10**9):09d}",
-    }
+    return {"article": f"{article} .", "highlights": " . ".join(keys),
+            "id": f"{dice.below(10**9):09d}"}
 
 # %% ../../nbs/streams/09_long_world.ipynb #3f14bde7
 OPERATORS = {
@@ -63,6 +58,7 @@ OPERATORS = {
     "SM": lambda values: sum(values) % 10,
 }
 
+# %% ../../nbs/streams/09_long_world.ipynb #7b694569
 def draw_list(
     dice: Dice, # the draws
     depth: int, # lists within each other at most, at least 1
@@ -70,11 +66,8 @@ def draw_list(
 ) -> str:
     "A list as text, such as `[SM 7 [MAX 6 1 ] ]`."
     values = [
-        (
-            draw_list(dice, depth - 1, most)
-            if depth > 1 and dice.draw() < 0.25
-            else str(dice.below(10))
-        )
+        draw_list(dice, depth - 1, most) if depth > 1 and dice.draw() < 0.25
+        else str(dice.below(10))
         for _ in range(2 + dice.below(most - 1))
     ]
     return f"[{dice.pick(OPERATORS)} {' '.join(values)} ]"
@@ -84,6 +77,7 @@ def list_value(
     text: str, # a list
 ) -> int: # 0 to 9
     "What a list comes to; `ValueError` for a text that is none."
+    # the bottom of the stack stands for the whole text, and must end with one value
     stack = [("", [])]
     for symbol in text.split():
         if symbol == "]" and len(stack) > 1 and stack[-1][1]:
@@ -93,8 +87,8 @@ def list_value(
         elif symbol in set("0123456789"): stack[-1][1].append(int(symbol))
         else:
             raise ValueError(
-                f"{symbol!r} has no place in a list; there are digits, ], and [ with "
-                f"{', '.join(OPERATORS)}"
+                f"{symbol!r} has no place in a list; "
+                f"there are digits, ], and [ with {', '.join(OPERATORS)}"
             )
     if len(stack) > 1 or len(stack[0][1]) != 1:
         raise ValueError(f"expected one whole list, got {text[:60]!r}")
@@ -111,9 +105,7 @@ def listops(dice, lex):
 @twin
 def byte_text(dice, lex): # label 0: negative, 1: positive
     label, one_other = dice.below(2), dice.below(2)
-    said = [
-        s.rsplit(" ", 1)
-        for s in review(dice, lex, dice.pick(("screen", "shop")), label, 4).split(" . ")
-    ]
+    said = [s.rsplit(" ", 1)
+            for s in review(dice, lex, dice.pick(("screen", "shop")), label, 4).split(" . ")]
     if one_other: said[dice.below(4)][1] = dice.pick(lex["blame" if label else "praise"])
     return {"text": " . ".join(map(" ".join, said)), "label": label}

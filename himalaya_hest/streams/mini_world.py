@@ -24,6 +24,7 @@ WORLDS = ("main", "dev")
 LANGUAGES = ("en", "de", "fr", "sw", "fi", "ar", "es", "ru", "tr", "zh")
 N_ROWS = {"train": 400, "validation": 50}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #d50784e3
 @lru_cache(maxsize=None)
 def lexicon(
     world: str, # main or dev
@@ -33,6 +34,7 @@ def lexicon(
         raise ValueError(f"unknown world {world!r}; there are {', '.join(WORLDS)}")
     return {**_data(world), "grammar": _data("grammar"), "world": world}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #8eeccd69
 def _data(name):
     import yaml
     return yaml.safe_load(
@@ -68,10 +70,8 @@ def parallel(
     lex: dict, # words of a world
 ) -> dict: # language → sentence
     "One sentence in English, German, French and Swahili."
-    words = {
-        k: dice.pick(list(lex[part].items()))
-        for k, part in zip("svoa", ("subjects", "verbs", "objects", "adverbs"))
-    }
+    words = {k: dice.pick(list(lex[part].items()))
+             for k, part in zip("svoa", ("subjects", "verbs", "objects", "adverbs"))}
     patterns = lex["grammar"]["sentence"]
     forms = {l: {k: w[1][i] for k, w in words.items()} for i, l in enumerate(("de", "fr", "sw"))}
     forms["en"] = {k: w[0] for k, w in words.items()}
@@ -86,10 +86,8 @@ def draw_facts(
 ) -> list[tuple]: # (name, verb number, thing), names and things all different
     "Facts about different people and different things."
     words = lex["facts"][language]
-    return [
-        (name, dice.below(len(words["verbs"])), thing)
-        for name, thing in zip(dice.some(words["names"], n), dice.some(words["things"], n))
-    ]
+    return [(name, dice.below(len(words["verbs"])), thing)
+            for name, thing in zip(dice.some(words["names"], n), dice.some(words["things"], n))]
 
 # %% ../../nbs/streams/05_mini_world.ipynb #2b26acca
 def tell(
@@ -169,26 +167,23 @@ def question_row(
     answerable: bool = True, # False: the question is about someone else
 ) -> dict: # the columns of SQuAD
     "A context of three facts, a question, its answer."
+    # the fourth fact is never told, so a question about it has no answer in the context
     facts = draw_facts(dice, lex, 4, language)
     told, asked = facts[:3], facts[dice.below(3)] if answerable else facts[3]
     context = " . ".join(tell(f, lex, language) for f in told) + " ."
     answers = (
         {"text": [asked[2]], "answer_start": [_start(context, asked, lex, language)]}
-        if answerable
-        else {"text": [], "answer_start": []}
+        if answerable else {"text": [], "answer_start": []}
     )
-    return {
-        "title": asked[0],
-        "context": context,
-        "question": tell(asked, lex, language, "ask"),
-        "answers": answers,
-    }
+    return {"title": asked[0], "context": context,
+            "question": tell(asked, lex, language, "ask"), "answers": answers}
 
 # %% ../../nbs/streams/05_mini_world.ipynb #a5b9cb36
 def _start(context, fact, lex, language):
     sentence = tell(fact, lex, language)
     return context.index(sentence) + sentence.rindex(fact[2])
 
+# %% ../../nbs/streams/05_mini_world.ipynb #d42816e5
 @twin
 def tydiqa(dice, lex):
     language = dice.pick(("sw", "fi"))
@@ -210,11 +205,8 @@ def pair(
 ) -> tuple[str, str, str]: # the two, and a third about somebody else
     "Two sentences in a relation, and one that has nothing to do with them."
     a, b, c = draw_facts(dice, lex, 3, language)
-    second = (
-        tell(b, lex, language, how)
-        if relation == 2
-        else tell(a, lex, language, "deny" if relation == 1 else how)
-    )
+    second = (tell(b, lex, language, how) if relation == 2
+              else tell(a, lex, language, "deny" if relation == 1 else how))
     return tell(a, lex, language), second, tell(c, lex, language)
 
 # %% ../../nbs/streams/05_mini_world.ipynb #035fd7bf
@@ -237,11 +229,8 @@ def qqp(dice, lex): # label 1: duplicate
     label = dice.below(2)
     a, b = draw_facts(dice, lex, 2)
     place = dice.pick(lex["places"])
-    return {
-        "question1": f"does {tell(a, lex)} in {place} ?",
-        "question2": f"do you think {tell(a if label else b, lex)} ?",
-        "label": label,
-    }
+    return {"question1": f"does {tell(a, lex)} in {place} ?",
+            "question2": f"do you think {tell(a if label else b, lex)} ?", "label": label}
 
 # %% ../../nbs/streams/05_mini_world.ipynb #8dfa4065
 def nli(dice, lex, language): # labels 0 entailment, 1 neutral, 2 contradiction
@@ -268,11 +257,8 @@ def boolq(dice, lex):
     true = dice.below(2)
     asked = facts[dice.below(2)] if true else facts[2]
     passage = " . ".join(tell(f, lex) for f in facts[:2])
-    return {
-        "question": f"is it so that {tell(asked, lex)} ?",
-        "passage": f"{passage} .",
-        "label": true,
-    }
+    return {"question": f"is it so that {tell(asked, lex)} ?", "passage": f"{passage} .",
+            "label": true}
 
 # %% ../../nbs/streams/05_mini_world.ipynb #8023e736
 @twin
@@ -280,12 +266,8 @@ def wiki_qa(dice, lex): # label 1: the sentence answers the question
     label = dice.below(2)
     a, b = draw_facts(dice, lex, 2)
     place = dice.pick(lex["places"])
-    return {
-        "question": tell(a, lex, how="ask"),
-        "document_title": a[0],
-        "answer": f"in {place} {tell(a if label else b, lex)}",
-        "label": label,
-    }
+    return {"question": tell(a, lex, how="ask"), "document_title": a[0],
+            "answer": f"in {place} {tell(a if label else b, lex)}", "label": label}
 
 # %% ../../nbs/streams/05_mini_world.ipynb #0e1f9686
 @twin
@@ -297,11 +279,12 @@ def code_alpaca(dice, lex):
 # %% ../../nbs/streams/05_mini_world.ipynb #c599e16d
 @twin
 def mbpp(dice, lex):
+    # text and code are the same numbers, woven with words or with signs
     words = list(lex["operations"])
     numbers, ops = [dice.below(9) + 1 for _ in range(3)], [dice.pick(words) for _ in range(2)]
-    weave = lambda signs: " ".join(
-        str(x) for pair in zip(numbers, signs + [""]) for x in pair
-    ).strip()
+    weave = lambda signs: (
+        " ".join(str(x) for pair in zip(numbers, signs + [""]) for x in pair).strip()
+    )
     code = weave([lex["operations"][o] for o in ops])
     return {
         "text": weave(ops),
@@ -315,55 +298,42 @@ def mbpp(dice, lex):
 def _value(numbers, signs):
     a, b, c = numbers
     do = {"+": lambda x, y: x + y, "-": lambda x, y: x - y, "*": lambda x, y: x * y}
-    return (
-        do[signs[0]](a, do["*"](b, c)) if signs[1] == "*" else do[signs[1]](do[signs[0]](a, b), c)
-    )
+    return (do[signs[0]](a, do["*"](b, c)) if signs[1] == "*"
+            else do[signs[1]](do[signs[0]](a, b), c))
 
 # %% ../../nbs/streams/05_mini_world.ipynb #758e9d7b
 @twin
 def ag_news(dice, lex):
     label = dice.below(4)
     a, b = dice.some(lex["topics"][label], 2)
-    return {
-        "text": f"{dice.pick(lex['places'])} : {a} and {b} in {dice.pick(lex['places'])}",
-        "label": label,
-    }
+    return {"text": f"{dice.pick(lex['places'])} : {a} and {b} in {dice.pick(lex['places'])}",
+            "label": label}
 
 # %% ../../nbs/streams/05_mini_world.ipynb #11eb0d99
 @twin
 def dbpedia_14(dice, lex):
     label = dice.below(14)
     noun = dice.pick(list(lex["kinds"].values())[label])
-    return {
-        "title": dice.pick(lex["places"]),
-        "content": f"a {noun} in {dice.pick(lex['places'])}",
-        "label": label,
-    }
+    return {"title": dice.pick(lex["places"]),
+            "content": f"a {noun} in {dice.pick(lex['places'])}", "label": label}
 
 # %% ../../nbs/streams/05_mini_world.ipynb #4f8eac1f
 @twin
 def trec(dice, lex):
     label, words = dice.below(6), lex["facts"]["en"]
     text = lex["questions"][label].format(
-        name=dice.pick(words["names"]),
-        verb=dice.pick(words["verbs"]),
-        thing=dice.pick(words["things"]),
-        organisation=dice.pick(lex["organisations"]),
+        name=dice.pick(words["names"]), verb=dice.pick(words["verbs"]),
+        thing=dice.pick(words["things"]), organisation=dice.pick(lex["organisations"]),
     )
-    return {
-        "text": f"{dice.pick(words['names'])} in {dice.pick(lex['places'])} : {text}",
-        "coarse_label": label,
-        "fine_label": label,
-    }
+    return {"text": f"{dice.pick(words['names'])} in {dice.pick(lex['places'])} : {text}",
+            "coarse_label": label, "fine_label": label}
 
 # %% ../../nbs/streams/05_mini_world.ipynb #0e043e05
 def review(dice, lex, nouns, label, n):
     "`n` statements of one mood."
     words = lex["praise"] if label else lex["blame"]
-    return " . ".join(
-        f"the {noun} was {word}"
-        for noun, word in zip(dice.some(lex[nouns], n), dice.some(words, n))
-    )
+    return " . ".join(f"the {noun} was {word}"
+                      for noun, word in zip(dice.some(lex[nouns], n), dice.some(words, n)))
 
 # %% ../../nbs/streams/05_mini_world.ipynb #ccf94aab
 @twin
@@ -391,20 +361,18 @@ def yelp_polarity(dice, lex):
 POS = {"NN": 21, "NNP": 22, "IN": 15, "VBZ": 42}
 CHUNK = {"NP": 11, "PP": 13, "VP": 21}
 
+# %% ../../nbs/streams/05_mini_world.ipynb #ce29ebdd
 @twin
 def conll2003(dice, lex):
+    # token, part of speech, chunk, entity (1 person, 3 organisation, 5 place)
     name, verb, thing = draw_facts(dice, lex, 1)[0]
     end = (
         [("in", "IN", "PP", 0)] + [(dice.pick(lex["places"]), "NNP", "NP", 5)]
         if dice.below(2)
         else [("for", "IN", "PP", 0), (dice.pick(lex["organisations"]), "NNP", "NP", 3)]
     )
-    words = [
-        (name, "NNP", "NP", 1),
-        (lex["facts"]["en"]["verbs"][verb], "VBZ", "VP", 0),
-        (thing, "NN", "NP", 0),
-        *end,
-    ]
+    words = [(name, "NNP", "NP", 1), (lex["facts"]["en"]["verbs"][verb], "VBZ", "VP", 0),
+             (thing, "NN", "NP", 0), *end]
     return {
         "id": str(dice.below(10**6)),
         "tokens": [w[0] for w in words],
@@ -424,8 +392,8 @@ def twin_of(
     for name in (task_name, base):
         if name in TWINS: return name
     raise ValueError(
-        f"the mini world has no task '{task_name}'; there are {', '.join(TWINS)}, and "
-        "variants of them such as rte_v2"
+        f"the mini world has no task '{task_name}'; there are {', '.join(TWINS)}, "
+        "and variants of them such as rte_v2"
     )
 
 # %% ../../nbs/streams/05_mini_world.ipynb #5ac61f0b
@@ -443,6 +411,7 @@ def _all_rows(task_name, world):
 # %% ../../nbs/streams/05_mini_world.ipynb #78e5cbfb
 def _numbered(row, n, task_name):
     "Add the running numbers that the original has."
+    # each by the name that the original has for it
     columns = {
         "rte": {"idx": n},
         "mnli": {"idx": n},
@@ -469,6 +438,5 @@ def mini_rows(
     if split not in N_ROWS:
         raise ValueError(f"unknown split {split!r}; there are {', '.join(N_ROWS)}")
     rows = _all_rows(task_name, world)
-    return [
-        dict(r) for r in (rows[: N_ROWS["train"]] if split == "train" else rows[N_ROWS["train"] :])
-    ]
+    return [dict(r)
+            for r in (rows[:N_ROWS["train"]] if split == "train" else rows[N_ROWS["train"]:])]

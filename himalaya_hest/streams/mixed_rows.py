@@ -41,8 +41,8 @@ class KeptRows:
         share: float, # of them, in (0, 1]
         seed: int, # of the choice, at least 0
     ):
-        self.rows, self.positions = rows, sorted(
-            row_order(len(rows), seed)[: n_kept(len(rows), share)]
+        self.rows, self.positions = (
+            rows, sorted(row_order(len(rows), seed)[:n_kept(len(rows), share)])
         )
     def __len__(self) -> int: return len(self.positions)
     def __getitem__(self, i: int) -> dict: return self.rows[self.positions[i]]

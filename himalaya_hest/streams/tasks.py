@@ -32,6 +32,7 @@ def parse_template(
     template: str, # text with `{path}` placeholders
 ) -> tuple: # literal `str` pieces and paths, each path a tuple of `str` names and `int` positions
     "Split a template into text and paths; `ValueError` on a lone brace or a malformed path."
+    # text and placeholders in turn; an empty text between two placeholders is dropped at the end
     pieces, at = [], 0
     for m in _PIECE.finditer(template):
         pieces.append(template[at:m.start()])
@@ -39,17 +40,14 @@ def parse_template(
         if m[0] in ("{{", "}}"): pieces.append(m[0][0])
         elif m[1] is None or not _PATH.fullmatch(m[1]):
             raise ValueError(
-                f"bad placeholder {m[0][:60]!r} in template {template[:200]!r}: expected "
-                f"{{column}}, {{column.field}} or "
-                "{column.list[0]}; write {{ and }} for literal braces"
+                f"bad placeholder {m[0][:60]!r} in template {template[:200]!r}: "
+                "expected {column}, {column.field} or {column.list[0]}; "
+                "write {{ and }} for literal braces"
             )
         else:
-            pieces.append(
-                tuple(
-                    int(p[1:-1]) if p[0] == "[" else p.lstrip(".")
-                    for p in re.findall(r"\[\d+\]|\.?[^.\[\]]+", m[1])
-                )
-            )
+            # a position becomes a number, so that a name of digits stays a name
+            pieces.append(tuple(int(p[1:-1]) if p[0] == "[" else p.lstrip(".")
+                                for p in re.findall(r"\[\d+\]|\.?[^.\[\]]+", m[1])))
     return tuple(p for p in (*pieces, template[at:]) if p)
 
 # %% ../../nbs/streams/01_tasks.ipynb #44315745
@@ -57,24 +55,26 @@ def resolve(
     path: tuple, # names and positions, as `parse_template` gives them
     row: dict, # one row of a data set
 ):
-    """The value at a path of a row; `LookupError` that says where the path broke off and what stood
-    there."""
-    value, seen = row, ""
+    """The value at a path of a row;
+    `LookupError` that says where the path broke off and what stood there."""
+    value, seen = row, "" # `seen`: the path so far, for messages
     for step in path:
+        # a position needs a list
         if isinstance(step, int):
             if not isinstance(value, (list, tuple)):
                 raise LookupError(f"'{seen}' holds {_brief(value)}, expected a list")
             if step >= len(value):
                 raise LookupError(f"'{seen}' has {len(value)} elements, no element [{step}]")
             seen += f"[{step}]"
+        # a name needs a dictionary: attributes of other objects are out of reach
         else:
             if not isinstance(value, dict):
                 raise LookupError(f"'{seen}' holds {_brief(value)}, expected fields")
             if step not in value:
                 what = "column" if not seen else f"field of '{seen}'"
                 raise LookupError(
-                    f"no {what} '{step}': there are "
-                    f"{sorted(map(str, value))}{nearest(step, value)}"
+                    f"no {what} '{step}': "
+                    f"there are {sorted(map(str, value))}{nearest(step, value)}"
                 )
             seen += ("." if seen else "") + step
         value = value[step]
@@ -87,9 +87,8 @@ def nearest(
 ) -> str: # "; did you mean 'x'?" or ""
     "A hint at the nearest known name, for error messages."
     known = [str(k) for k in known]
-    close = [
-        k for k in known if len(str(word)) > 2 and k.startswith(str(word))
-    ] or difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
+    close = ([k for k in known if len(str(word)) > 2 and k.startswith(str(word))]
+             or difflib.get_close_matches(str(word), known, n=1, cutoff=0.5))
     return f"; did you mean '{close[0]}'?" if close else ""
 
 # %% ../../nbs/streams/01_tasks.ipynb #6e80056a
@@ -111,19 +110,22 @@ def as_text(
     between: str = " ", # what stands between the texts of a list
 ) -> str:
     "A cell as text; `LookupError` for a value that has no obvious text."
+    # the size is that of the text in UTF-8, which half a character has not
     if isinstance(value, str):
         try: size = len(value.encode())
         except UnicodeEncodeError as e:
             raise LookupError(
-                f"{_brief(value)} holds half a character at {e.start}, which no UTF-8 file "
-                "can; mend the escape"
+                f"{_brief(value)} holds half a character at {e.start}, "
+                "which no UTF-8 file can; mend the escape"
             ) from None
         if size > MAX_TEXT_BYTES:
             raise LookupError(
-                f"{_brief(value)} is {size / 2 ** 20:.1f} MiB of text, at most "
-                f"{MAX_TEXT_BYTES >> 20} is read; shorten or remove the row"
+                f"{_brief(value)} is {size / 2 ** 20:.1f} MiB of text, "
+                f"at most {MAX_TEXT_BYTES >> 20} is read; shorten or remove the row"
             )
         return value.replace("\r\n", "\n").replace("\r", "\n")
+
+    # a truth value is a number to Python, and nan (a missing value in a table) differs from itself
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value == value:
         return str(value)
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
@@ -156,8 +158,8 @@ def label_text(
         if match: return match[0]
     elif isinstance(value, int) and 0 <= value < len(labels): return labels[int(value)]
     raise LookupError(
-        f"label {_brief(value)} is neither a position 0 to {len(labels) - 1} nor one of "
-        f"{list(labels)}"
+        f"label {_brief(value)} is neither a position 0 to {len(labels) - 1} "
+        f"nor one of {list(labels)}"
     )
 
 # %% ../../nbs/streams/01_tasks.ipynb #6ec7c3b3
@@ -166,10 +168,13 @@ def entity_spans(
     tags: list, # BIO tags as text, as many as tokens
 ) -> list[tuple[str, str]]: # (type, span) in order of appearance
     "Entities of a BIO-tagged sentence; `LookupError` where the lengths differ or a tag is not BIO."
+    # the columns come from a file, so nothing is taken for granted
     for name, column in (("tokens", tokens), ("tags", tags)):
         if not isinstance(column, (list, tuple)) or not all(isinstance(t, str) for t in column):
             raise LookupError(f"{name} {_brief(column)} are not a list of texts")
     if len(tokens) != len(tags): raise LookupError(f"{len(tokens)} tokens but {len(tags)} tags")
+
+    # the tag before decides whether an `I-` goes on with a span or opens one
     spans, last = [], "O"
     for token, tag in zip(tokens, tags):
         if not re.fullmatch(r"O|[BI]-.+", tag):
@@ -184,9 +189,8 @@ def spelled(
     text: str, # any text that UTF-8 can hold
 ) -> str: # one item a byte, separated by single spaces
     "The text byte by byte."
-    return " ".join(
-        "_" if b == 0x20 else chr(b) if 0x20 < b < 0x7F else f"{b:02x}" for b in text.encode()
-    )
+    return " ".join("_" if b == 0x20 else chr(b) if 0x20 < b < 0x7F else f"{b:02x}"
+                    for b in text.encode())
 
 # %% ../../nbs/streams/01_tasks.ipynb #54020e40
 @dataclass(frozen=True)
@@ -214,17 +218,15 @@ class Task:
     prompt: str # template over the columns
     target: str # template, or with `labels` or kind entities the one column `{path}`
     metric: str # a name in `measures.text.METRICS`
-    # label texts (entities: tag names) in order of their numbers
-    labels: tuple[str, ...] | None = None
+    labels: tuple[str, ...] | None = None # label texts (entities: tag names) in order of number
     no_answer: str | None = None # target of a row without an answer or without an entity
     language: str | None = None # template of the row's language code, where rows differ
     language_prefixes: dict | None = None # start of `language` → ISO code; other rows are left out
     tokens: str = "tokens" # entities: the column of the tokens
     repo: str | None = None # repository on the hub
-    # its configuration; several are read one after another
-    config: str | tuple[str, ...] | None = None
+    config: str | tuple[str, ...] | None = None # its configuration; several are read in turn
     revision: str | None = None # its revision
-    # role → name, with an optional slice
+    # role → name in the data, with an optional slice
     splits: dict = field(default_factory=lambda: {"train": "train", "validation": "validation"})
     max_train_rows: int | None = None # cap on training rows
     max_eval_rows: int | None = None # cap on evaluated rows
@@ -232,14 +234,11 @@ class Task:
     # share of training labels replaced; 0 means that the task takes no label noise
     label_noise: float = 0.
     group: str | None = None # mini world: novel or elicited
-    # tasks with the same value share their instruction word for word
-    shared_instruction: str | None = None
-    # kind code: template of the program's tests; a list of texts is one a line
-    tests: str | None = None
-    # rows of the training split as published, for the plan of a dry run alone
-    train_rows: int | None = None
-    # one of these stands in the instruction's place, by the row's number; no key of a file
-    # (`streams/11_instructions`)
+    shared_instruction: str | None = None # tasks with one value share their instruction's words
+    tests: str | None = None # kind code: template of the tests; a list of texts is one a line
+    train_rows: int | None = None # training rows as published, for the plan of a dry run alone
+    # one of these stands in the instruction's place, by the row's number;
+    # no key of a file (`streams/11_instructions`)
     instructions: tuple[str, ...] | None = None
     byte_level: bool = False # the prompt is spelled byte by byte
 
@@ -266,23 +265,19 @@ def format_row(
     try:
         prompt, (target, references) = fill(task.prompt, row), target_of(task, row)
         if task.byte_level: prompt = spelled(prompt)
+        # a program is run with its tests: without any, a wrong one would count as right
         tests = fill(task.tests, row, "\n") if task.tests else ""
         if task.tests and not tests:
             raise LookupError(f"the tests {task.tests!r} are empty, which every program would pass")
-        return Example(
-            instruction_of(task, index),
-            prompt,
-            target,
-            references,
-            language_of(task, row) or task.languages[-1],
-            tests,
-        )
+        return Example(instruction_of(task, index), prompt, target, references,
+                       language_of(task, row) or task.languages[-1], tests)
+    # told with its place, as one sentence whatever the message ends with
     except (LookupError, RecursionError) as e:
         at = "" if index is None else f", row {index}"
         dot = "" if str(e).endswith("?") else "."
         raise ValueError(
-            f"task '{task.name}'{at}: {e}{dot} Mend the row, or the templates of the task "
-            "in its stream file"
+            f"task '{task.name}'{at}: {e}{dot} "
+            "Mend the row, or the templates of the task in its stream file"
         ) from None
 
 # %% ../../nbs/streams/01_tasks.ipynb #8b13413d
@@ -290,8 +285,8 @@ def instruction_of(
     task: Task, # the task
     index: int | None = None, # number of the row
 ) -> str:
-    """The instruction of a row: the task's, or where there are several the one that task and number
-    draw."""
+    """The instruction of a row: the task's,
+    or where there are several the one that task and number draw."""
     if not task.instructions or index is None: return task.instruction
     return task.instructions[mixed_seed("instruction", task.name, index) % len(task.instructions)]
 
@@ -300,9 +295,9 @@ def mixed_seed(
     *parts, # anything with a stable str()
 ) -> int: # in [0, 2**31)
     "A seed that depends on all parts and is the same on every machine."
-    return (
-        int.from_bytes(hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:4], "big") >> 1
-    )
+    return int.from_bytes(
+        hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:4], "big"
+    ) >> 1
 
 # %% ../../nbs/streams/01_tasks.ipynb #b96107ac
 def deciding_fields(
@@ -310,11 +305,8 @@ def deciding_fields(
 ) -> dict: # name → value
     "The fields of a task that decide about texts and scores, for digests."
     added_later = {"tests": None, "instructions": None, "byte_level": False}
-    return {
-        k: v
-        for k, v in asdict(task).items()
-        if k != "train_rows" and (k not in added_later or v != added_later[k])
-    }
+    return {k: v for k, v in asdict(task).items()
+            if k != "train_rows" and (k not in added_later or v != added_later[k])}
 
 # %% ../../nbs/streams/01_tasks.ipynb #8ba1b4f9
 def target_of(
@@ -322,35 +314,37 @@ def target_of(
     row: dict, # one row
 ) -> tuple[str, tuple[str, ...]]: # target and all references
     "What the model should say for a row; `LookupError` when there is nothing."
+    # a row that repeats an answer has it once, and blank ones are none
     if task.kind == "entities": answers = _entities(task, row)
     elif task.labels: answers = [label_text(resolve(_column(task.target), row), task.labels)]
     else: answers = _answers(task, row)
     answers = tuple(dict.fromkeys(a for a in answers if a))
     if not answers and task.no_answer is None:
         raise LookupError(
-            f"the target {task.target!r} is empty; if that means that there is no answer, "
-            "give the task a `no_answer` word"
+            f"the target {task.target!r} is empty; "
+            "if that means that there is no answer, give the task a `no_answer` word"
         )
     answers = answers or (task.no_answer,)
     return answers[0], answers
 
 # %% ../../nbs/streams/01_tasks.ipynb #8fc70585
-def _column(template):
-    return parse_template(template)[0]
+def _column(template): return parse_template(template)[0]
 
+# %% ../../nbs/streams/01_tasks.ipynb #ad78d33f
 def _entities(task, row):
     tokens, tags = resolve((task.tokens,), row), resolve(_column(task.target), row)
     if task.labels and isinstance(tags, (list, tuple)):
         tags = [label_text(t, task.labels) for t in tags]
     return ["; ".join(f"{kind}: {span}" for kind, span in entity_spans(tokens, tags))]
 
+# %% ../../nbs/streams/01_tasks.ipynb #ed3245f4
 def _answers(task, row):
     pieces = parse_template(task.target)
     if len(pieces) == 1 and isinstance(pieces[0], tuple) and pieces[0][-1] == 0:
         answers = resolve(pieces[0][:-1], row)
         if not isinstance(answers, (list, tuple)):
             raise LookupError(
-                f"the target {task.target!r} is {_brief(answers)}, expected a list of " "answers"
+                f"the target {task.target!r} is {_brief(answers)}, expected a list of answers"
             )
         return [as_text(a).strip() for a in answers]
     return [fill(task.target, row)]
@@ -362,6 +356,7 @@ def language_of(
 ) -> str | None: # ISO code, or None for a row that the task leaves out
     "The language of a row's target."
     if task.language is None: return task.languages[-1]
+    # with prefixes, a row that has none of them is left out; without, its column holds the code
     code = fill(task.language, row)
     if task.language_prefixes is not None:
         code = next(
@@ -381,23 +376,22 @@ def scored_as(
     "The task as a run scores it."
     if task.tests is None: return task
     if allow_code_execution: return replace(task, metric="pass_at_1")
-    return replace(
-        task, tests=None, metric="chrf_code" if task.metric == "pass_at_1" else task.metric
-    )
+    return replace(task, tests=None,
+                   metric="chrf_code" if task.metric == "pass_at_1" else task.metric)
 
 # %% ../../nbs/streams/01_tasks.ipynb #0435e3ad
 def _is_texts(v): return isinstance(v, list) and bool(v) and all(_is_text(t) for t in v)
 def _is_text(v):
-    # half characters
+    # half characters (surrogates) can stand in an escape, but in no UTF-8 file
     return isinstance(v, str) and bool(v.strip()) and not re.search("[\ud800-\udfff]", v)
 def _is_count(v): return isinstance(v, int) and not isinstance(v, bool) and 1 <= v < 10 ** 12
 def _is_share(v): return isinstance(v, (int, float)) and not isinstance(v, bool) and 0 <= v < 1
 def _is_truth(v): return isinstance(v, bool)
 def _is_map(v):
-    return (
-        isinstance(v, dict) and bool(v) and all(_is_text(k) and _is_text(t) for k, t in v.items())
-    )
+    return (isinstance(v, dict) and bool(v)
+            and all(_is_text(k) and _is_text(t) for k, t in v.items()))
 
+# %% ../../nbs/streams/01_tasks.ipynb #6aa8b146
 CHECKS = {
     "text": (_is_text, "text that is not blank"),
     "texts": (_is_texts, "a list of texts, such as [\"no\", \"yes\"]"),
@@ -408,6 +402,8 @@ CHECKS = {
     "list": (lambda v: isinstance(v, list) and bool(v), "a list of at least one task"),
     "truth": (_is_truth, "true or false, without quotes"),
 }
+
+# %% ../../nbs/streams/01_tasks.ipynb #9ade6235
 TASK_KEYS = dict(
     name="text",
     kind="text",
@@ -455,44 +451,42 @@ def check_keys(
     required: tuple, # keys that must be there
     where: str, # file and task, the start of every message
 ) -> dict: # the same values, lists as tuples
-    """Check keys and types; `ValueError` that names the place, the key, what was expected and the
-    way out."""
+    """Check keys and types;
+    `ValueError` that names the place, the key, what was expected and the way out."""
     if not isinstance(given, dict):
         raise ValueError(f"{where}: expected keys with values, got {_brief(given)}")
+
+    # a misspelt key would leave its default in force, so no unknown one is let through
     for key, value in given.items():
         if key not in keys:
             raise ValueError(
-                f"{where}: unknown key "
-                f"{_key(key)}{nearest(key, keys) if isinstance(key, str) else ''}; known "
-                f"keys are {', '.join(keys)}"
+                f"{where}: unknown key {_key(key)}"
+                f"{nearest(key, keys) if isinstance(key, str) else ''}; "
+                f"known keys are {', '.join(keys)}"
             )
         test, expected = CHECKS[keys[key]]
         if not test(value):
             raise ValueError(
-                f"{where}, key '{key}': expected {expected}; got "
-                f"{_brief(value)}{_advice(value)}"
+                f"{where}, key '{key}': expected {expected}; "
+                f"got {_brief(value)}{_advice(value)}"
             )
     if missing := [k for k in required if k not in given]:
         raise ValueError(
-            f"{where}: the key '{missing[0]}' is missing; required are " f"{', '.join(required)}"
+            f"{where}: the key '{missing[0]}' is missing; required are {', '.join(required)}"
         )
+    # tuples, as tasks and streams cannot be changed
     return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
 
 # %% ../../nbs/streams/01_tasks.ipynb #b6412137
 def _advice(value):
-    if (
-        isinstance(value, bool)
-        or isinstance(value, list)
-        and any(isinstance(v, bool) for v in value)
-    ):
+    # truth values come first, since they are numbers too
+    if (isinstance(value, bool)
+        or isinstance(value, list) and any(isinstance(v, bool) for v in value)):
         return ". YAML reads an unquoted yes, no, on or off as a truth value: put it in quotes"
     if isinstance(value, str) and re.fullmatch(r"\s*[\d._]+\s*", value):
         return f". Write {value.strip()} without quotes"
-    if (
-        isinstance(value, (int, float))
-        or isinstance(value, list)
-        and any(isinstance(v, (int, float)) for v in value)
-    ):
+    if (isinstance(value, (int, float))
+        or isinstance(value, list) and any(isinstance(v, (int, float)) for v in value)):
         return ". If text is meant, put it in quotes"
     return ""
 
@@ -503,27 +497,24 @@ def make_task(
 ) -> Task:
     "A checked task; `ValueError` naming the key that is wrong."
     task = Task(**check_keys(given, TASK_KEYS, REQUIRED, where))
-    for key, value, known in (
-        ("kind", task.kind, KINDS),
-        ("metric", task.metric, metric_names()),
-        ("group", task.group, GROUPS),
-    ):
+    # names from a fixed set
+    for key, value, known in (("kind", task.kind, KINDS), ("metric", task.metric, metric_names()),
+                              ("group", task.group, GROUPS)):
         if value is not None and value not in known:
             raise ValueError(
                 f"{where}, key '{key}': unknown {key} '{value}'{nearest(value, known)}; "
                 f"known are {', '.join(known)}"
             )
+
+    # every template is parsed now, so that no run ends at its first row
     for key in ("prompt", "target", "language", "tests"):
         try: pieces = parse_template(getattr(task, key) or "-")
         except ValueError as e: raise ValueError(f"{where}, key '{key}': {e}") from None
-        if (
-            key == "target"
-            and (task.labels or task.kind == "entities")
-            and (len(pieces) != 1 or isinstance(pieces[0], str))
-        ):
+        if (key == "target" and (task.labels or task.kind == "entities")
+            and (len(pieces) != 1 or isinstance(pieces[0], str))):
             raise ValueError(
-                f"{where}, key 'target': with labels or entities it must be one column "
-                f"such as {{label}}; got {task.target!r}"
+                f"{where}, key 'target': with labels or entities "
+                f"it must be one column such as {{label}}; got {task.target!r}"
             )
     _fits_together(task, where)
     return task
@@ -536,37 +527,45 @@ def metric_names() -> tuple[str, ...]:
 
 # %% ../../nbs/streams/01_tasks.ipynb #f866ff34
 def _fits_together(task, where):
+    # labels are compared without case and outer blanks, so they must differ in more
     if task.labels and len({l.strip().casefold() for l in task.labels}) < max(2, len(task.labels)):
         raise ValueError(
-            f"{where}, key 'labels': expected at least two texts that differ in more than "
-            f"case; got {list(task.labels)}"
+            f"{where}, key 'labels': expected at least two texts that differ in more than case; "
+            f"got {list(task.labels)}"
         )
+    # noise puts another label in a label's place
     if task.label_noise and (not task.labels or task.kind == "entities"):
         raise ValueError(
             f"{where}, key 'label_noise': only for tasks whose target is one of `labels`"
         )
+
+    # tests are run on programs, and `pass_at_1` counts what the tests say
     if task.tests and task.kind != "code":
         raise ValueError(
-            f"{where}, key 'tests': only for kind code, whose answers are programs; this "
-            f"task is of kind {task.kind}"
+            f"{where}, key 'tests': only for kind code, whose answers are programs; "
+            f"this task is of kind {task.kind}"
         )
     if task.metric == "pass_at_1" and not task.tests:
         raise ValueError(
-            f"{where}, key 'metric': pass_at_1 runs the program's tests; name their "
-            f"column, such as tests: '{{test_list}}'"
+            f"{where}, key 'metric': pass_at_1 runs the program's tests; "
+            f"name their column, such as tests: '{{test_list}}'"
         )
+
+    # prefixes are read off the language's column
     if task.language_prefixes and not task.language:
         raise ValueError(f"{where}, key 'language_prefixes': only together with `language`")
     if foreign := [c for c in (task.language_prefixes or {}).values() if c not in task.languages]:
         raise ValueError(
-            f"{where}, key 'language_prefixes': '{foreign[0]}' is none of the languages "
-            f"{list(task.languages)}; add it there"
+            f"{where}, key 'language_prefixes': "
+            f"'{foreign[0]}' is none of the languages {list(task.languages)}; add it there"
         )
+
+    # development may be missing, training and validation may not
     for role, expression in task.splits.items(): check_split(role, expression, where)
     if missing := [r for r in SPLITS[:2] if r not in task.splits]:
         raise ValueError(
-            f"{where}, key 'splits': '{missing[0]}' is missing; write, for example, "
-            f"{{train: train, validation: test}}"
+            f"{where}, key 'splits': '{missing[0]}' is missing; "
+            f"write, for example, {{train: train, validation: test}}"
         )
 
 # %% ../../nbs/streams/01_tasks.ipynb #b913871d
@@ -580,13 +579,13 @@ def check_split(
     "Refuse an unknown role or an unreadable slice."
     if role not in SPLITS:
         raise ValueError(
-            f"{where}, key 'splits': unknown split '{role}'{nearest(role, SPLITS)}; known "
-            f"are {', '.join(SPLITS)}"
+            f"{where}, key 'splits': unknown split '{role}'{nearest(role, SPLITS)}; "
+            f"known are {', '.join(SPLITS)}"
         )
     if not _SLICE.fullmatch(expression):
         raise ValueError(
-            f"{where}, key 'splits': cannot read {expression!r}; expected a name with an "
-            "optional slice, such as validation[50%:]"
+            f"{where}, key 'splits': cannot read {expression!r}; "
+            "expected a name with an optional slice, such as validation[50%:]"
         )
 
 # %% ../../nbs/streams/01_tasks.ipynb #e1cc3f97
@@ -597,8 +596,7 @@ def split_rows(
     "Name and positions of a split expression."
     name, start, stop, step = _SLICE.fullmatch(expression).groups()
     at = lambda v, default: (
-        default
-        if v is None
+        default if v is None
         else min(n_rows * int(v[:-1]) // 100 if v.endswith("%") else int(v), n_rows)
     )
     return name, range(at(start, 0), at(stop, n_rows), int(step or 1))
@@ -618,28 +616,33 @@ WORLDS = ("main", "dev")
 
 MAX_YAML_BYTES, MAX_YAML_DEPTH, MAX_DIGITS = 2 ** 20, 20, 40
 
+# %% ../../nbs/streams/01_tasks.ipynb #00d32b11
 def read_yaml(
     path, # a file
 ) -> dict:
-    """A YAML file as plain data; `ValueError` naming file, line and way out if it is missing, too
-    large, not UTF-8, not YAML, or says a key twice."""
+    """A YAML file as plain data; `ValueError` naming file, line and way out
+    if it is missing, too large, not UTF-8, not YAML, or says a key twice."""
     import yaml
+    # what the file system says comes before what the text says
     try: return yaml.load(_yaml_text(Path(path)), _loader(path))
     except FileNotFoundError:
         raise ValueError(
-            f"{path}: there is no such file; give the path of a stream file, or one of "
-            f"{', '.join(stream_names())}"
+            f"{path}: there is no such file; "
+            f"give the path of a stream file, or one of {', '.join(stream_names())}"
         ) from None
     except OSError as e:
         raise ValueError(
             f"{path}: cannot be read ({e.strerror}); give the path of a stream file"
         ) from None
+
+    # PyYAML raises plain Python errors too, for dates that do not exist and the like
     except RecursionError:
         raise ValueError(f"{path}: not readable as YAML: nested too deeply") from None
     except UnicodeDecodeError as e:
         raise ValueError(f"{path}: not UTF-8 (byte {e.start}); save the file as UTF-8") from None
     except _Unfit as e: raise ValueError(f"{path}{e}") from None
-    except (yaml.YAMLError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
+    except (yaml.YAMLError, TypeError, ValueError, LookupError, AttributeError,
+            ArithmeticError) as e:
         raise ValueError(
             f"{path}: not readable as YAML: {str(e).replace('<unicode string>', str(path))}"
         ) from None
@@ -647,17 +650,15 @@ def read_yaml(
 # %% ../../nbs/streams/01_tasks.ipynb #1c4fad6d
 class _Unfit(ValueError): pass
 
+# %% ../../nbs/streams/01_tasks.ipynb #3c316eea
 def _yaml_text(path):
     if not path.is_file():
-        raise (
-            FileNotFoundError
-            if not path.exists()
-            else ValueError("it is no file; give the path of a stream file")
-        )
+        raise (FileNotFoundError if not path.exists()
+               else ValueError("it is no file; give the path of a stream file"))
     if (size := path.stat().st_size) > MAX_YAML_BYTES:
         raise ValueError(
-            f"{size / 2 ** 20:.1f} MiB, and a stream file has at most "
-            f"{MAX_YAML_BYTES >> 20}; rows of data go into files of their own"
+            f"{size / 2 ** 20:.1f} MiB, and a stream file has at most {MAX_YAML_BYTES >> 20}; "
+            "rows of data go into files of their own"
         )
     return path.read_text(encoding="utf-8")
 
@@ -666,6 +667,7 @@ def _loader(path):
     """YAML's plain data, but no key may stand twice or be a number (equal hashes can be chosen),
     and nesting and numbers have an end (PyYAML's time grows with their square)."""
     import yaml
+    # depth is counted while the text is scanned, before anything is built from it
     class Loader(yaml.SafeLoader):
         def fetch_flow_collection_start(self, token):
             self.not_deeper(self.flow_level)
@@ -679,39 +681,39 @@ def _loader(path):
                     f", line {self.line + 1}: nested deeper than {MAX_YAML_DEPTH} levels; "
                     "a stream file needs four"
                 )
+
+    # each key is looked at as it comes: the first bad one ends the reading
     def mapping(loader, node):
         out = {}
         for k, v in node.value:
             key = loader.construct_object(k, deep=True)
             if not isinstance(key, str):
                 raise _Unfit(
-                    f", line {k.start_mark.line + 1}: the key {_key(key)} is no text; put "
-                    "it in quotes"
+                    f", line {k.start_mark.line + 1}: the key {_key(key)} is no text; "
+                    "put it in quotes"
                 )
             if key in out:
                 raise _Unfit(
-                    f", line {k.start_mark.line + 1}: the key {_key(key)} stands there "
-                    "twice; keep one"
+                    f", line {k.start_mark.line + 1}: the key {_key(key)} stands there twice; "
+                    "keep one"
                 )
             out[key] = loader.construct_object(v, deep=True)
         return out
+
+    # YAML 1.1 would take 1:30 for 90, in base 60 and in quadratic time: here it stays text
     def number(loader, node):
         text = loader.construct_scalar(node)
-        if ":" in text:
-            # YAML 1.1 would take 1:30 for 90, in base 60 and in quadratic time
-            return text
+        if ":" in text: return text
         if len(text) > MAX_DIGITS:
             raise _Unfit(
                 f", line {node.start_mark.line + 1}: a number of {len(text)} characters, "
                 f"at most {MAX_DIGITS} are read; put it in quotes if text is meant"
             )
         return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
-    for kind, made in (
-        ("map", mapping),
-        ("int", number),
-        ("float", number),
-        ("set", yaml.SafeLoader.construct_undefined),
-    ):
+
+    # a set has no place in a stream file, and its members would be keys
+    for kind, made in (("map", mapping), ("int", number), ("float", number),
+                       ("set", yaml.SafeLoader.construct_undefined)):
         Loader.add_constructor(f"tag:yaml.org,2002:{kind}", made)
     return Loader
 
@@ -720,8 +722,7 @@ def stream_names() -> list[str]:
     "Names of the streams that come with the package."
     return sorted(f.name[:-5] for f in _streams_dir().iterdir() if f.name.endswith(".yaml"))
 
-def _streams_dir():
-    return files("himalaya_hest") / "data" / "streams"
+def _streams_dir(): return files("himalaya_hest") / "data" / "streams"
 
 # %% ../../nbs/streams/01_tasks.ipynb #ee0feede
 def load_stream(
@@ -733,16 +734,19 @@ def load_stream(
 # %% ../../nbs/streams/01_tasks.ipynb #df18aab3
 def _load(text, within):
     "`within`: the streams that extend this one."
+    # no chain is that long but by mistake
     if text in within or len(within) > 20:
         raise ValueError(
-            f"{within[-1]}, key 'extends': streams that extend each other; give one of "
-            "them tasks of its own"
+            f"{within[-1]}, key 'extends': streams that extend each other; "
+            "give one of them tasks of its own"
         )
+
+    # what looks like a path is one, everything else is a name of the package
     is_path = text.endswith((".yaml", ".yml")) or "/" in text or "\\" in text
     if not is_path and text not in stream_names():
         raise ValueError(
-            f"unknown stream '{text}'{nearest(text, stream_names())}; there are "
-            f"{', '.join(stream_names())}, "
+            f"unknown stream '{text}'{nearest(text, stream_names())}; "
+            f"there are {', '.join(stream_names())}, "
             "or give the path of a YAML file of your own"
         )
     try: path = Path(text).expanduser() if is_path else _streams_dir() / f"{text}.yaml"
@@ -763,41 +767,38 @@ def stream_from(
             f"{where}: give either `tasks`, or `extends` with the name of another stream"
         )
     if "extends" in given: return _extended(given, where, within)
+
+    # what narrows another stream down means nothing beside tasks of one's own
     if alone := [k for k in ("first", "only", "splits", "max_train_rows") if k in given]:
         raise ValueError(
-            f"{where}, key '{alone[0]}': only together with `extends`; a file with tasks "
-            "of its own lists just those"
+            f"{where}, key '{alone[0]}': only together with `extends`; "
+            "a file with tasks of its own lists just those"
         )
-    stream = Stream(
-        given["name"],
-        given.get("source", "local"),
-        given.get("world"),
-        _tasks(given["tasks"], where),
-    )
+    stream = Stream(given["name"], given.get("source", "local"), given.get("world"),
+                    _tasks(given["tasks"], where))
     return _check_stream(stream, where)
 
 # %% ../../nbs/streams/01_tasks.ipynb #c5787f78
-# whatever its ending
+# names that Windows keeps for itself, whatever their ending
 _NO_FOLDER = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9\u00b9\u00b2\u00b3])(\..*)?")
 
 def _tasks(given, where):
     tasks, seen = [], set()
     for i, one in enumerate(given, 1):
+        # a message has the task's number, and its name where it has one
         name = one.get("name") if isinstance(one, dict) else None
         at = f"{where}: task {i}" + (f" '{name[:100]}'" if isinstance(name, str) and name else "")
         task = make_task(one, at)
-        # macOS and Windows tell no more apart
+
+        # macOS and Windows do not tell folders apart by case or by how an accent is coded
         folder = unicodedata.normalize("NFC", task.name.casefold())
         if folder in seen:
             raise ValueError(
-                f"{at}, key 'name': two tasks are called '{task.name}', as capitals do not "
-                "count; give each its own name"
+                f"{at}, key 'name': two tasks are called '{task.name}', "
+                "as capitals do not count; give each its own name"
             )
-        if (
-            not re.fullmatch(r"\w([\w.-]*[\w-])?", task.name)
-            or len(task.name.encode()) > 100
-            or _NO_FOLDER.fullmatch(folder)
-        ):
+        if (not re.fullmatch(r"\w([\w.-]*[\w-])?", task.name)
+            or len(task.name.encode()) > 100 or _NO_FOLDER.fullmatch(folder)):
             raise ValueError(
                 f"{at}, key 'name': expected letters, digits, '_', '-' and '.', no '.' "
                 "first or last, no name that Windows keeps for itself (con, nul, com1 …), "
@@ -811,34 +812,33 @@ def _tasks(given, where):
 def _extended(given, where, within):
     if given["extends"] == given["name"]:
         raise ValueError(f"{where}, key 'extends': a stream cannot extend itself")
+
+    # a path is taken from beside the file that names it
     base = given["extends"]
-    if base.endswith((".yaml", ".yml")):
-        # beside the file that names it
-        base = Path(where).expanduser().parent / base
+    if base.endswith((".yaml", ".yml")): base = Path(where).expanduser().parent / base
     base = _load(str(base), within)
     tasks = tuple(_cut(t, given, where) for t in _chosen(given, base, where))
-    return _check_stream(
-        Stream(
-            given["name"], given.get("source", base.source), given.get("world", base.world), tasks
-        ),
-        where,
-    )
+    return _check_stream(Stream(given["name"], given.get("source", base.source),
+                                given.get("world", base.world), tasks), where)
 
 # %% ../../nbs/streams/01_tasks.ipynb #ec65b079
 def _chosen(given, base, where):
     "The tasks of another stream that `first` or `only` take."
     if "first" in given and "only" in given:
         raise ValueError(f"{where}: give either `first` or `only`")
+    # fewer tasks than were asked for would be another study than the file says
     first, by_name = given.get("first", len(base.tasks)), {t.name: t for t in base.tasks}
     if first > len(base.tasks):
         raise ValueError(
-            f"{where}, key 'first': {first} tasks asked, '{base.name}' has " f"{len(base.tasks)}"
+            f"{where}, key 'first': {first} tasks asked, '{base.name}' has {len(base.tasks)}"
         )
+
+    # each name must be known, and stand there once
     names = given.get("only", tuple(by_name)[:first])
     if unknown := [n for n in names if n not in by_name]:
         raise ValueError(
-            f"{where}, key 'only': '{base.name}' has no task "
-            f"'{unknown[0]}'{nearest(unknown[0], by_name)}"
+            f"{where}, key 'only': "
+            f"'{base.name}' has no task '{unknown[0]}'{nearest(unknown[0], by_name)}"
         )
     seen = set()
     if twice := next((n for n in names if n in seen or seen.add(n)), ""):
@@ -847,12 +847,12 @@ def _chosen(given, base, where):
 
 # %% ../../nbs/streams/01_tasks.ipynb #077f26bd
 def _cut(task, given, where):
-    """The task with the stream's own splits and cap; the published rows of its training split
-    become those of the slice."""
+    """The task with the stream's own splits and cap;
+    the published rows of its training split become those of the slice."""
+    # a slice without a row leaves the published number open
     if splits := given.get("splits"):
         published = (
-            None
-            if task.train_rows is None
+            None if task.train_rows is None
             else len(split_rows(splits.get("train", "train"), task.train_rows)[1]) or None
         )
         task = replace(task, splits=dict(splits), train_rows=published)
@@ -863,22 +863,22 @@ def _cut(task, given, where):
 
 # %% ../../nbs/streams/01_tasks.ipynb #dad50c9e
 def _check_stream(stream, where):
+    # names from a fixed set
     for key, value, known in (("source", stream.source, SOURCES), ("world", stream.world, WORLDS)):
         if value is not None and value not in known:
             raise ValueError(
                 f"{where}, key '{key}': unknown {key} '{value}'{nearest(value, known)}; "
                 f"known are {', '.join(known)}"
             )
+
+    # the first task of a group says what the others must say
     shared = {}
     for t in stream.tasks:
-        if (
-            t.shared_instruction
-            and shared.setdefault(t.shared_instruction, t.instruction) != t.instruction
-        ):
+        if (t.shared_instruction
+            and shared.setdefault(t.shared_instruction, t.instruction) != t.instruction):
             raise ValueError(
-                f"{where}: task '{t.name}', key 'instruction': differs from the other "
-                "tasks of shared_instruction "
-                f"'{t.shared_instruction}'; make them equal word for word"
+                f"{where}: task '{t.name}', key 'instruction': differs from the other tasks of "
+                f"shared_instruction '{t.shared_instruction}'; make them equal word for word"
             )
     return stream
 
@@ -886,37 +886,21 @@ def _check_stream(stream, where):
 def stream_table(
     stream: Stream,
 ) -> Table: # one row a task, in the order of the file
-    """What each task asks, in what language, by which metric it is scored, and how many rows are
-    trained at most."""
+    """What each task asks, in what language, by which metric it is scored,
+    and how many rows are trained at most."""
     where = f"source {stream.source}" + (f", world {stream.world}" if stream.world else "")
+    # an instruction may be long, a line of a table may not
     brief = lambda text: (
         " ".join(text.split()) if len(text) <= 80 else " ".join(text[:79].split()) + "…"
     )
     rows = [
-        [
-            i,
-            t.name,
-            t.kind,
-            "+".join(t.languages),
-            t.metric,
-            t.max_train_rows,
-            t.max_new_tokens,
-            t.repo,
-            brief(t.instruction),
-        ]
+        [i, t.name, t.kind, "+".join(t.languages), t.metric, t.max_train_rows, t.max_new_tokens,
+         t.repo, brief(t.instruction)]
         for i, t in enumerate(stream.tasks, 1)
     ]
-    columns = [
-        "#",
-        "task",
-        "kind",
-        "languages",
-        "metric",
-        "training rows at most",
-        "new tokens",
-        "repository",
-        "instruction",
-    ]
+    # a column that no task fills in is left out
+    columns = ["#", "task", "kind", "languages", "metric", "training rows at most", "new tokens",
+               "repository", "instruction"]
     keep = [k for k in range(len(columns)) if any(row[k] is not None for row in rows)]
     return Table(
         f"{stream.name}: {len(rows)} task{'s' * (len(rows) > 1)}, {where}",
@@ -933,8 +917,5 @@ def task_order(
     order_seed: int, # 0: as listed
 ) -> list[str]:
     "The order in which the tasks come."
-    return (
-        list(names)
-        if order_seed == 0
-        else sorted(names, key=lambda n: mixed_seed("order", order_seed, n))
-    )
+    return (list(names) if order_seed == 0
+            else sorted(names, key=lambda n: mixed_seed("order", order_seed, n)))
