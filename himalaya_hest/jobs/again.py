@@ -31,8 +31,7 @@ def commands_in(
 ) -> list[str]: # without repetitions
     "The commands that a record names, at any depth."
     found = (
-        [record["command"]]
-        if isinstance(record, dict) and isinstance(record.get("command"), str)
+        [record["command"]] if isinstance(record, dict) and isinstance(record.get("command"), str)
         else []
     )
     inner = (
@@ -148,25 +147,12 @@ def changed_parameters(
 
 # %% ../../nbs/jobs/05_again.ipynb #2b19fe9d
 TIMES = (
-    "wall_s",
-    "cpu_latency_overhead",
-    "peak_memory_mb",
-    "latency_p50_ms",
-    "latency_p95_ms",
+    "wall_s", "cpu_latency_overhead", "peak_memory_mb", "latency_p50_ms", "latency_p95_ms",
     "latency_p99_ms",
 )
 GROUPS = (
-    "tasks",
-    "matrix",
-    "scores",
-    "row_values",
-    "final",
-    "summary",
-    "bytes",
-    "kept_bytes",
-    "dictionary",
-    "confusion",
-    "energy",
+    "tasks", "matrix", "scores", "row_values", "final", "summary", "bytes", "kept_bytes",
+    "dictionary", "confusion", "energy",
 )
 METERED = ("measured", "latency_ms", "latency_ms_batched") # of the group energy
 
@@ -235,8 +221,7 @@ class Repeated:
 def _equal(a, b, tolerance):
     number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
     return (
-        abs(a - b) <= tolerance
-        if number(a) and number(b) and math.isfinite(a) and math.isfinite(b)
+        abs(a - b) <= tolerance if number(a) and number(b) and math.isfinite(a) and math.isfinite(b)
         else a == b
     )
 
@@ -255,8 +240,7 @@ def compare_records(
     for g in (g for g in old if g in new):
         places = [p for p in dict.fromkeys([*old[g], *new[g]]) if g != "summary" or p in old[g]]
         found = [
-            (g, p, old[g].get(p, MISSING), new[g].get(p, MISSING))
-            for p in places
+            (g, p, old[g].get(p, MISSING), new[g].get(p, MISSING)) for p in places
             if not _equal(old[g].get(p, MISSING), new[g].get(p, MISSING), tolerance)
         ]
         counts[g] = (len(places), len(found))
@@ -269,8 +253,7 @@ def compare_records(
         _explanations(record, again)
         + (
             [f"not compared, since only one of the two records has it: {', '.join(absent)}"]
-            if absent
-            else []
+            if absent else []
         ),
     )
 
@@ -281,8 +264,7 @@ def _explanations(record, again):
     for what in ("method_versions", "versions", "device", "code_version"):
         old, new = record.get(what) or {}, again.get(what) or {}
         if changed := [
-            f"{k} {old.get(k)} then, {new.get(k)} now"
-            for k in old | new
+            f"{k} {old.get(k)} then, {new.get(k)} now" for k in old | new
             if old.get(k) != new.get(k)
         ]:
             out.append(f"{what.replace('_', ' ')}: {', '.join(changed)}")
@@ -305,11 +287,8 @@ def repeat_run(
         contextlib.nullcontext(results_dir) if results_dir else tempfile.TemporaryDirectory()
     ) as folder:
         parameters = parameters_of(
-            record,
-            folder,
-            cache_dir or (".cache" if results_dir else f"{folder}/cache"),
-            allow_code_execution,
-            adapter_module,
+            record, folder, cache_dir or (".cache" if results_dir else f"{folder}/cache"),
+            allow_code_execution, adapter_module,
         )
         if not quiet:
             print(
@@ -337,13 +316,11 @@ def rerun_parser(
         "temporary folder",
     )
     parser.add_argument(
-        "--cache-dir",
-        default="",
+        "--cache-dir", default="",
         help="tokenised tasks; default: .cache, or a temporary folder without --results-dir",
     )
     parser.add_argument(
-        "--allow-code-execution",
-        action="store_true",
+        "--allow-code-execution", action="store_true",
         help="run programs that the model writes, where the record's run did",
     )
     parser.add_argument(
@@ -353,9 +330,7 @@ def rerun_parser(
         "one; its code is run",
     )
     parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.0,
+        "--tolerance", type=float, default=0.0,
         help="numbers that differ by no more are called the same (default: 0)",
     )
     return parser
@@ -370,12 +345,8 @@ def main(
     given = rerun_parser(called).parse_args(arguments)
     try:
         repeated = repeat_run(
-            given.record,
-            given.results_dir,
-            given.cache_dir,
-            given.tolerance,
-            allow_code_execution=given.allow_code_execution,
-            adapter_module=given.adapter_module,
+            given.record, given.results_dir, given.cache_dir, given.tolerance,
+            allow_code_execution=given.allow_code_execution, adapter_module=given.adapter_module,
         )
     except ValueError as e:
         print(e, file=sys.stderr)

@@ -67,7 +67,5 @@ def open_run(
         )
     return FinishedRun(
         load_adapter(backbone, folder / "adapter").eval(),
-        as_asked(tokenizer, config.chat_template),
-        config,
-        record,
+        as_asked(tokenizer, config.chat_template), config, record,
     )

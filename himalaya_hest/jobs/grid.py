@@ -95,8 +95,7 @@ class GridOptions:
     @property
     def where(self) -> str:
         return (
-            "slurm"
-            if self.cluster == "slurm" or (self.cluster == "auto" and shutil.which("srun"))
+            "slurm" if self.cluster == "slurm" or (self.cluster == "auto" and shutil.which("srun"))
             else "local"
         )
 
@@ -297,10 +296,7 @@ def run_grid(
     local runs write a checkpoint; Slurm's jobs go on, and the same call watches them again."""
     options, results_dir = options or GridOptions(), Path(results_dir)
     jobs, watch, failed, told = (
-        Jobs(runs, results_dir, options, name),
-        Watch(runs, results_dir, name, quiet),
-        {},
-        set(),
+        Jobs(runs, results_dir, options, name), Watch(runs, results_dir, name, quiet), {}, set()
     )
     jobs.attach()
     try:
@@ -313,8 +309,7 @@ def run_grid(
                 if (why := _why(states[r], word, jobs.tries[r] > options.retries)):
                     failed[r] = why; watch.tell(f"FAILED    {r}: {why.splitlines()[0]}")
             todo = [
-                r
-                for r, s in states.items()
+                r for r, s in states.items()
                 if s.state not in ("finished", "running") and r not in failed and r not in active
             ]
             if not todo and not active and not any(s.state == "running" for s in states.values()):
@@ -385,8 +380,7 @@ def told_before(
         total = [a + b for a, b in zip(total, hours)]
         print(
             "there already     " if there else f"{60 * hours[0]:5.1f} to {60 * hours[1]:5.1f} min",
-            r,
-            {k: v for k, v in p.items() if k not in ("results_dir", "run_id")},
+            r, {k: v for k, v in p.items() if k not in ("results_dir", "run_id")},
         )
     print(
         f"{len(runs)} runs, {60 * total[0] / workers:.0f} to {60 * total[1] / workers:.0f} "
@@ -409,18 +403,13 @@ def grid_parser(
     )
     parser.add_argument("grid", type=Path, help="YAML: name, base, axes, pairs")
     parser.add_argument(
-        "changes",
-        nargs="*",
-        metavar="NAME=VALUE",
+        "changes", nargs="*", metavar="NAME=VALUE",
         help="parameters of every run, over those of the file",
     )
     parser.add_argument("--results-dir", default="runs/grid")
     parser.add_argument("--pairs", type=int, help="only the first (seed, order) pairs")
     parser.add_argument(
-        "--only",
-        nargs="+",
-        default=["*"],
-        metavar="RUN_ID",
+        "--only", nargs="+", default=["*"], metavar="RUN_ID",
         help="only these runs; * stands for anything",
     )
     parser.add_argument("--workers", type=int, default=2, help="runs at once")
@@ -433,16 +422,11 @@ def grid_parser(
     )
     parser.add_argument("--cluster", default="auto", help="auto, local or slurm")
     parser.add_argument(
-        "--slurm",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
+        "--slurm", nargs="+", default=[], metavar="NAME=VALUE",
         help="options of sbatch, such as partition=gpu gpus_per_node=1 mem=64GB account=...",
     )
     parser.add_argument(
-        "--timeout-h",
-        type=float,
-        default=24.0,
+        "--timeout-h", type=float, default=24.0,
         help="hours of a Slurm job; a longer run goes on in the next",
     )
     parser.add_argument("--retries", type=int, default=2, help="of a run that was killed")
@@ -492,8 +476,7 @@ def _command(args, records, called):
             **{
                 k: (
                     grid["base"].get(k, {}) | v
-                    if isinstance(v, dict) and isinstance(grid["base"].get(k, {}), dict)
-                    else v
+                    if isinstance(v, dict) and isinstance(grid["base"].get(k, {}), dict) else v
                 )
                 for k, v in changes.items()
             },
@@ -512,21 +495,14 @@ def _command(args, records, called):
         if args.status: return _status(runs, args.results_dir, grid["name"])
         if args.dry_run: told_before(runs, args.results_dir, args.workers); return 0
         options = GridOptions(
-            args.workers,
-            args.threads,
-            args.processes,
-            args.search_workers,
-            args.cluster,
-            read_arguments(args.slurm),
-            args.timeout_h,
-            args.retries,
+            args.workers, args.threads, args.processes, args.search_workers, args.cluster,
+            read_arguments(args.slurm), args.timeout_h, args.retries,
         )
         out, command = args.records or records(grid["name"]), " ".join(
             [called, str(args.grid), *args.changes]
         )
         keep = lambda r: (
-            write_compact(Path(args.results_dir) / r / "record.json", Path(out), command)
-            if out
+            write_compact(Path(args.results_dir) / r / "record.json", Path(out), command) if out
             else None
         )
         states = run_grid(runs, args.results_dir, options, grid["name"], keep, look_s=args.look_s)

@@ -102,23 +102,9 @@ def named_runs(
 
 # %% ../../nbs/jobs/10_grid_runs.ipynb #1d35d22a
 KEPT = (
-    "run_id",
-    "role",
-    "config",
-    "summary",
-    "matrix",
-    "tasks",
-    "world",
-    "versions",
-    "device",
-    "code_version",
-    "method_versions",
-    "bytes",
-    "kept_bytes",
-    "dictionary",
-    "row_values",
-    "searched",
-    "tracker",
+    "run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device",
+    "code_version", "method_versions", "bytes", "kept_bytes", "dictionary", "row_values",
+    "searched", "tracker",
 )
 OF_TASK = ("name", "kind", "metric", "group", "shared_instruction", "chance", "steps")
 
@@ -195,10 +181,7 @@ def run_state(
     folder, reports = Path(results_dir)/run_id, reports_folder(results_dir)
     if (record := read_json(folder/"record.json")) and "summary" in record:
         return RunState(
-            run_id,
-            "finished",
-            len(record["tasks"]),
-            len(record["tasks"]),
+            run_id, "finished", len(record["tasks"]), len(record["tasks"]),
             retained=record["summary"].get("average_accuracy"),
         )
     p, report = read_json(folder/"progress.json"), read_json(reports/f"{run_id}.json")
@@ -212,8 +195,7 @@ def run_state(
     if who := held_by(folder.with_name(f".{run_id}.lock")):
         left = (
             p["wall_s"] / p["steps"] * (p["n_steps"] - p["steps"])
-            if p.get("steps") and p.get("wall_s")
-            else None
+            if p.get("steps") and p.get("wall_s") else None
         )
         return RunState(run_id, "running", **far, left_s=left, told=who)
     if report.get("state") == "failed":
@@ -235,25 +217,18 @@ def states_table(
 ) -> Table:
     "One row a run, what needs a look first."
     span = lambda s: (
-        ""
-        if s is None
+        "" if s is None
         else f"{s / 3600:.1f} h" if s >= 3600 else f"{s / 60:.0f} min" if s >= 60 else f"{s:.0f} s"
     )
     rows = [
         [
-            s.run_id,
-            s.state,
-            f"{s.tasks}/{s.n_tasks}" if s.n_tasks else "",
-            f"{100 * s.share:.0f} %",
-            s.retained,
-            span(s.left_s),
-            s.told,
+            s.run_id, s.state, f"{s.tasks}/{s.n_tasks}" if s.n_tasks else "",
+            f"{100 * s.share:.0f} %", s.retained, span(s.left_s), s.told,
         ]
         for s in sorted(states, key=lambda s: ORDER.index(s.state))
     ]
     n = {k: sum(s.state == k for s in states) for k in ORDER}
     return Table(
         f"{title}: " + ", ".join(f"{n[k]} {k}" for k in ORDER[::-1] if n[k]),
-        ["run", "state", "tasks", "steps", "mean score", "left", "told"],
-        rows,
+        ["run", "state", "tasks", "steps", "mean score", "left", "told"], rows,
     )

@@ -102,8 +102,7 @@ def held_as(
     """How a backbone's tensors are held; `ValueError` where 4 bits are asked for without
     bitsandbytes."""
     kind = dict(
-        auto="auto" if torch.cuda.is_available() else torch.float32,
-        float32=torch.float32,
+        auto="auto" if torch.cuda.is_available() else torch.float32, float32=torch.float32,
         bfloat16=torch.bfloat16,
     )[dtype]
     if quantisation == "none": return dict(dtype=kind)
@@ -115,14 +114,11 @@ def held_as(
     from transformers import BitsAndBytesConfig
     compute = torch.bfloat16 if kind == "auto" else kind
     config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
     )
     return dict(
-        dtype=compute,
-        quantization_config=config,
+        dtype=compute, quantization_config=config,
         device_map={"": torch.cuda.current_device()} if torch.cuda.is_available() else None,
     )
 
@@ -140,8 +136,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(model_folder(name) or name),
-            trust_remote_code=False,
+            str(model_folder(name) or name), trust_remote_code=False,
             **dict(revision=revision) if revision else {},
         )
     except (OSError, ValueError) as e: raise ValueError(not_loaded(name, revision, e)) from e
@@ -184,8 +179,7 @@ def backbone_digest(model, path: Path | None) -> str:
         ).hexdigest()
     total = hashlib.sha256()
     for file in sorted(
-        p
-        for p in path.iterdir()
+        p for p in path.iterdir()
         if p.suffix in (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt")
     ):
         total.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
@@ -212,10 +206,7 @@ def not_loaded(
     elif "RevisionNotFoundError" in kinds:
         why = f"the repository has no revision {revision!r}; give model_revision a commit of it"
     elif kinds & {
-        "OfflineModeIsEnabled",
-        "LocalEntryNotFoundError",
-        "ConnectionError",
-        "ConnectError",
+        "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError",
         "ConnectTimeout",
     }:
         why = (
@@ -280,13 +271,8 @@ class TaskData:
     def make_loader(self, epoch: int = 0, start: int = 0) -> TaskLoader:
         "The batches of one epoch in their seeded order, from micro-batch `start` on."
         return TaskLoader(
-            self.train,
-            self.collator,
-            self.batch_size,
-            seed=mixed_seed(self.seed, self.task.name),
-            start_step=start,
-            epoch=epoch,
-            num_workers=self.num_workers,
+            self.train, self.collator, self.batch_size, seed=mixed_seed(self.seed, self.task.name),
+            start_step=start, epoch=epoch, num_workers=self.num_workers,
         )
     @property
     def n_batches(self) -> int: return len(self.make_loader())
@@ -304,9 +290,7 @@ def load_tasks(
     "Materialise all tasks: tokenised once, Arrow files in the cache."
     training, evaluation, out, cuts = config.training, config.evaluation, {}, {}
     kw = dict(
-        tokenizer=tokenizer,
-        max_length=max_length,
-        cache_dir=config.cache_dir,
+        tokenizer=tokenizer, max_length=max_length, cache_dir=config.cache_dir,
         tokenizer_key=tokenizer_digest(tokenizer),
     )
     trained, evaluated = (s.tasks for s in instructed(stream, config.instructions, config.stream))
@@ -317,13 +301,8 @@ def load_tasks(
                 None
                 if config.protocol == "zero_shot"
                 else materialise(
-                    learnt,
-                    source,
-                    "train",
-                    max_rows=training["max_train_rows"],
-                    label_noise=training["label_noise"],
-                    noise_seed=config.seed,
-                    **kw,
+                    learnt, source, "train", max_rows=training["max_train_rows"],
+                    label_noise=training["label_noise"], noise_seed=config.seed, **kw,
                 )
             )
             held = materialise(
@@ -347,23 +326,16 @@ def load_tasks(
                 task, chosen_by, evaluation["max_new_tokens"], marked
             )
             out[task.name] = TaskData(
-                task,
-                train,
-                evaluation_task(task, held, evaluation["max_new_tokens"], marked),
+                task, train, evaluation_task(task, held, evaluation["max_new_tokens"], marked),
                 Collator(tokenizer, marks_instruction=marked),
-                training["per_device_train_batch_size"],
-                config.seed,
-                final,
-                learnt.instruction if tells_hooks(config.instructions) else "",
-                development,
+                training["per_device_train_batch_size"], config.seed, final,
+                learnt.instruction if tells_hooks(config.instructions) else "", development,
                 training["dataloader_num_workers"],
             )
             cuts |= {
                 f"{task.name}, {name}": cut_counts(rows)
                 for name, rows in (
-                    ("train", train),
-                    ("validation", final or held),
-                    ("development", chosen_by),
+                    ("train", train), ("validation", final or held), ("development", chosen_by)
                 )
                 if rows is not None
             }
@@ -381,11 +353,8 @@ def tell_cuts(
     for split, n in cuts.items():
         if n["prompts_cut"] or n["targets_cut"]:
             log.info(
-                "%s: of %d rows %d prompts and %d targets were cut",
-                split,
-                n["rows"],
-                n["prompts_cut"],
-                n["targets_cut"],
+                "%s: of %d rows %d prompts and %d targets were cut", split, n["rows"],
+                n["prompts_cut"], n["targets_cut"],
             )
     total = {k: sum(n[k] for n in cuts.values()) for k in ("rows", "prompts_cut", "targets_cut")}
     if not total["prompts_cut"] and not total["targets_cut"]: return
@@ -474,17 +443,11 @@ class ContinualRun:
         process: ProcessState | None = None,
     ):
         self.config, self.quiet, self.on_task, self.process = (
-            config,
-            quiet,
-            on_task or (lambda n, retained: None),
-            process or ProcessState(),
+            config, quiet, on_task or (lambda n, retained: None), process or ProcessState()
         )
         self.folder = Path(config.results_dir)/config.run_id
         self.position, self.started, self.tracker, self.n_steps = (
-            Position(),
-            time.monotonic(),
-            NoTracker(),
-            0,
+            Position(), time.monotonic(), NoTracker(), 0
         )
         self.stream = stream_of(config)
         self.sandbox = sandbox_found(config)
@@ -529,13 +492,8 @@ class ContinualRun:
             else (None, None)
         )
         self.adapter = build_adapter(
-            config.adapter,
-            self.model,
-            self.tokenizer,
-            config.preset,
-            config.adapter_config,
-            config.ewc or None,
-            config.seed,
+            config.adapter, self.model, self.tokenizer, config.preset, config.adapter_config,
+            config.ewc or None, config.seed,
         )
         self.stopping = early_stopping(self)
         self.adapter.hooks = HookList([*self.stopping, *self.adapter.hooks.hooks, *hooks])
@@ -556,19 +514,13 @@ class ContinualRun:
 def early_stopping(run) -> list[EarlyStopping]: # one, or none where the run has none
     "What stops each task of a run by its development rows."
     training, e, adapter, tokenizer = (
-        run.config.training,
-        run.config.evaluation,
-        run.adapter,
-        run.tokenizer,
+        run.config.training, run.config.evaluation, run.adapter, run.tokenizer
     )
     if not training["eval_steps"]: return []
     rows = {n: d.development for n, d in run.data.items()}
     def score_of(name):
         return evaluate(
-            adapter,
-            [rows[name]],
-            tokenizer,
-            e["per_device_eval_batch_size"],
+            adapter, [rows[name]], tokenizer, e["per_device_eval_batch_size"],
             num_beams=e["num_beams"],
         )[0][name]["score"]
     return [
@@ -609,17 +561,13 @@ def save_run(
     p.n_checkpoints += 1
     if not is_main_process(): return
     parts = dict(
-        adapter=adapter_tensors(run.adapter),
-        hooks=run.adapter.hooks.state_dict(),
-        moments=state.tensors() if state else {},
-        random=random_states(),
+        adapter=adapter_tensors(run.adapter), hooks=run.adapter.hooks.state_dict(),
+        moments=state.tensors() if state else {}, random=random_states(),
     )
     tensors = {f"{kind}/{n}": t for kind, named in parts.items() for n, t in named.items()}
     meta = asdict(p) | dict(wall_s=run.wall_s())
     save_checkpoint(
-        run.folder / "checkpoints",
-        p.n_checkpoints,
-        tensors,
+        run.folder / "checkpoints", p.n_checkpoints, tensors,
         dict(position=meta, world=_held_to(run.world)),
     )
     write_progress(run)
@@ -679,8 +627,7 @@ def _position_of(told, run):
             f"in a stream of {T}; {way_out}"
         )
     if (
-        p.task < len(run.lessons)
-        and p.in_task
+        p.task < len(run.lessons) and p.in_task
         and not 0 <= p.in_task["step"] <= lesson_steps(run, p.task)
     ):
         raise ValueError(
@@ -712,9 +659,7 @@ def restore_run(
     log.info("resumed at task %d, step %d", run.position.task, run.position.global_step)
     if (inside := run.position.in_task) is None: return None
     return TaskState(
-        step=inside["step"],
-        skipped=inside["skipped"],
-        skipped_in_a_row=inside["skipped_in_a_row"],
+        step=inside["step"], skipped=inside["skipped"], skipped_in_a_row=inside["skipped_in_a_row"],
         restored=dict(tensors=part("moments"), scheduler=inside["scheduler"]),
     )
 
@@ -764,8 +709,7 @@ def _differences(path, config):
     there, here = told_parameters(there), told_parameters(asdict(config))
     names = [k for k in here | there if k not in ("results_dir", "cache_dir", "overwrite")]
     return [
-        f"{k}: {there.get(k)!r} there, {here.get(k)!r} now"
-        for k in names
+        f"{k}: {there.get(k)!r} there, {here.get(k)!r} now" for k in names
         if there and there.get(k) != here.get(k)
     ]
 
@@ -781,16 +725,13 @@ def lessons_of(run: ContinualRun) -> list[TaskData]: # empty where nothing is tr
     if run.config.protocol == "joint":
         return [
             replace(
-                listed[0],
-                task=replace(listed[0].task, name=ALL_TASKS),
-                train=MixedRows(d.train for d in listed),
-                told="",
+                listed[0], task=replace(listed[0].task, name=ALL_TASKS),
+                train=MixedRows(d.train for d in listed), told="",
             )
         ]
     return (
         [replace(d, train=MixedRows([d.train, *run.kept[:i]])) for i, d in enumerate(tasks)]
-        if run.kept
-        else tasks
+        if run.kept else tasks
     )
 
 # %% ../../nbs/jobs/03_run.ipynb #5a6fb54d
@@ -849,19 +790,12 @@ def evaluate_seen(run: ContinualRun) -> dict: # task → metrics
     e = run.config.evaluation
     kept = p.answers if e["reuse_answers"] and not run.config.hooks else None
     rows = (
-        p.rows
-        if not e["final_eval_rows"]
-        and (p.task + 1 == len(run.order) or run.config.protocol == "single")
-        else None
+        p.rows if not e["final_eval_rows"]
+        and (p.task + 1 == len(run.order) or run.config.protocol == "single") else None
     )
     scores, confusion = evaluate(
-        run.adapter,
-        [run.data[n].evaluation for n in seen],
-        run.tokenizer,
-        e["per_device_eval_batch_size"],
-        kept,
-        rows,
-        e["num_beams"],
+        run.adapter, [run.data[n].evaluation for n in seen], run.tokenizer,
+        e["per_device_eval_batch_size"], kept, rows, e["num_beams"],
     )
     apart = run.config.protocol not in IN_SEQUENCE
     p.confusion = (p.confusion if apart else {}) | confusion
@@ -873,11 +807,8 @@ def evaluate_all(run: ContinualRun) -> None:
     it."""
     p, e = run.position, run.config.evaluation
     scores, p.confusion = evaluate(
-        run.adapter,
-        [run.data[n].evaluation for n in run.order],
-        run.tokenizer,
-        e["per_device_eval_batch_size"],
-        rows=None if e["final_eval_rows"] else p.rows,
+        run.adapter, [run.data[n].evaluation for n in run.order], run.tokenizer,
+        e["per_device_eval_batch_size"], rows=None if e["final_eval_rows"] else p.rows,
         num_beams=e["num_beams"],
     )
     p.scores = [{n: scores[n] for n in run.order[:i + 1]} for i in range(len(run.order))]
@@ -889,16 +820,13 @@ def _finish_task(run, life):
     p, name = run.position, run.order[run.position.task]
     scores = evaluate_seen(run)
     retained = (
-        float(np.mean([s["score"] for s in scores.values()]))
-        if p.task + 1 in run.schedule
+        float(np.mean([s["score"] for s in scores.values()])) if p.task + 1 in run.schedule
         else None
     )
     p.scores.append(scores)
     p.history.append(
         dict(
-            step=p.global_step,
-            task=name,
-            val_retained_accuracy=retained,
+            step=p.global_step, task=name, val_retained_accuracy=retained,
             just_learned=scores[name]["score"],
         )
     )
@@ -960,10 +888,8 @@ def tell_skipped(run: ContinualRun, state: TaskState) -> None:
     "Count and log a step that was skipped."
     run.position.skipped_steps += 1
     log.warning(
-        "step %d of %s is skipped: its loss or gradient was not finite (loss %s)",
-        state.step,
-        run.lessons[run.position.task].task.name,
-        state.loss,
+        "step %d of %s is skipped: its loss or gradient was not finite (loss %s)", state.step,
+        run.lessons[run.position.task].task.name, state.loss,
     )
 
 # %% ../../nbs/jobs/03_run.ipynb #82bdcbf3
@@ -989,8 +915,7 @@ def train_stream(run: ContinualRun) -> None:
         elif s.step % 10 == 0 or s.step == steps[run.position.task]:
             run.position.history.append(
                 dict(
-                    step=run.position.global_step,
-                    task=run.lessons[run.position.task].task.name,
+                    step=run.position.global_step, task=run.lessons[run.position.task].task.name,
                     train_loss=s.loss,
                 )
                 | run.adapter.hooks.told()
@@ -1019,8 +944,7 @@ def train_stream(run: ContinualRun) -> None:
                 same("at the end")
                 run.position.trained = True; save_run(run)
             bar.set_postfix_str(
-                _finish_joint(run)
-                if run.config.protocol == "joint"
+                _finish_joint(run) if run.config.protocol == "joint"
                 else _finish_task(run, _life(run))
             )
 
@@ -1062,17 +986,12 @@ def evaluate_final(run: ContinualRun) -> None:
     e = run.config.evaluation
     if not e["final_eval_rows"] or run.position.final: return
     with (
-        run.adapter.model.disable_adapter()
-        if run.config.protocol == "zero_shot"
+        run.adapter.model.disable_adapter() if run.config.protocol == "zero_shot"
         else contextlib.nullcontext()
     ):
         run.position.final, _ = evaluate(
-            run.adapter,
-            final_tasks(run),
-            run.tokenizer,
-            e["per_device_eval_batch_size"],
-            rows=run.position.rows,
-            num_beams=e["num_beams"],
+            run.adapter, final_tasks(run), run.tokenizer, e["per_device_eval_batch_size"],
+            rows=run.position.rows, num_beams=e["num_beams"],
         )
     if run.config.protocol != "zero_shot": save_run(run)
 
@@ -1082,8 +1001,7 @@ def final_part(run: ContinualRun) -> dict: # for the record; empty without such 
     if not (scores := run.position.final): return {}
     return dict(
         final=dict(
-            eval_rows=run.config.evaluation["final_eval_rows"],
-            scores=scores,
+            eval_rows=run.config.evaluation["final_eval_rows"], scores=scores,
             average_accuracy=float(np.mean([s["score"] for s in scores.values()])),
         )
     )
@@ -1100,21 +1018,13 @@ def evaluate_energy(run: ContinualRun) -> None:
     e = run.config.evaluation
     if not run.config.energy or run.position.energy: return
     summary, details = energy_part(
-        run.adapter,
-        final_tasks(run)[0],
-        run.tokenizer,
-        run.cost,
-        run.config.energy,
-        e["per_device_eval_batch_size"],
-        e["num_beams"],
-        run.meter,
+        run.adapter, final_tasks(run)[0], run.tokenizer, run.cost, run.config.energy,
+        e["per_device_eval_batch_size"], e["num_beams"], run.meter,
     )
     run.position.energy = dict(summary=summary, details=details)
     log.info(
-        "an answer costs %.3g J (%s), end-to-end share %.4f",
-        summary["mean_joules_per_sample"],
-        summary["joules_source"],
-        summary["energy_share"],
+        "an answer costs %.3g J (%s), end-to-end share %.4f", summary["mean_joules_per_sample"],
+        summary["joules_source"], summary["energy_share"],
     )
     save_run(run)
 
@@ -1133,8 +1043,7 @@ def write_predictions(run: ContinualRun) -> None:
     "Write {task, row, references, answer} of the last evaluation, a JSON object a line."
     rows = (
         dict(task=t.name, row=i, references=list(t.references[i]), answer=a)
-        for t in final_tasks(run)
-        for i, (a, _) in enumerate(run.position.rows[t.name])
+        for t in final_tasks(run) for i, (a, _) in enumerate(run.position.rows[t.name])
     )
     write_atomic(
         run.folder / "predictions.jsonl",
@@ -1158,17 +1067,8 @@ def score_matrix(
 def versions() -> dict: # package → version
     "Versions of what a run's figures depend on."
     names = (
-        "torch",
-        "transformers",
-        "peft",
-        "accelerate",
-        "datasets",
-        "tokenizers",
-        "safetensors",
-        "numpy",
-        "sacrebleu",
-        "rouge-score",
-        "bitsandbytes",
+        "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors",
+        "numpy", "sacrebleu", "rouge-score", "bitsandbytes",
     )
     out = dict(python=platform.python_version())
     for n in names:
@@ -1273,10 +1173,8 @@ def world_of(run: ContinualRun) -> dict:
     settings |= {
         k: v
         for k, v, plain in (
-            ("quantisation", c.quantisation, "none"),
-            ("dtype", c.dtype, "auto"),
-            ("final_eval_rows", e["final_eval_rows"], None),
-            ("num_beams", e["num_beams"], 1),
+            ("quantisation", c.quantisation, "none"), ("dtype", c.dtype, "auto"),
+            ("final_eval_rows", e["final_eval_rows"], None), ("num_beams", e["num_beams"], 1),
         )
         if v != plain
     }
@@ -1345,8 +1243,7 @@ def task_info(run: ContinualRun) -> list[dict]: # per task, in the order trained
                     if taken
                     else (
                         steps_of_task(lesson.n_batches, run.config.training)
-                        if lesson.train is not None
-                        else 0
+                        if lesson.train is not None else 0
                     )
                 ),
             )
@@ -1359,8 +1256,7 @@ def peak_memory_mb() -> float: # 1 MB = 10⁶ bytes
     # Linux, where getrusage would give the parent's where that is larger
     with contextlib.suppress(OSError):
         return (
-            int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-            * 1024
+            int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
             / 1e6
         )
     import resource # not on Windows
@@ -1380,10 +1276,7 @@ def make_record(run: ContinualRun) -> dict:
         None
         if c.protocol in ("single", "zero_shot")
         else cpu_latency_overhead(
-            run.adapter,
-            longest,
-            run.tokenizer,
-            c.evaluation["latency_pairs"],
+            run.adapter, longest, run.tokenizer, c.evaluation["latency_pairs"],
             c.evaluation["latency_new_tokens"],
         )
     )
@@ -1469,11 +1362,9 @@ def fetch_data(
     )
     stream = stream_of(config)
     return load_tasks(
-        config,
-        stream,
+        config, stream,
         get_source(config.source, config.data_dir or None, stream.world, config.cache_dir),
-        as_asked(tokenizer, config.chat_template),
-        length,
+        as_asked(tokenizer, config.chat_template), length,
     )
 
 # %% ../../nbs/jobs/03_run.ipynb #7577dee7
@@ -1532,18 +1423,12 @@ def run_continual(
             folder = claim_folder(config)
             others.say(b"{}")
             with (
-                _logged(folder),
-                telling_refusals(folder, kept=_KEPT, of=FULL),
+                _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL),
                 deterministic_kernels() as kernels,
             ):
                 return Record(
                     _run(
-                        config,
-                        folder,
-                        found,
-                        quiet,
-                        hooks,
-                        on_task,
+                        config, folder, found, quiet, hooks, on_task,
                         ProcessState(interrupts, lock.check, kernels),
                     )
                 )
@@ -1567,20 +1452,13 @@ def _follow(config, hooks):
     log.addHandler(handler)
     try:
         with (
-            Interrupts() as interrupts,
-            warnings.catch_warnings(),
+            Interrupts() as interrupts, warnings.catch_warnings(),
             deterministic_kernels() as kernels,
         ):
             warnings.simplefilter("ignore")
             return Record(
                 _recorded(
-                    config,
-                    None,
-                    None,
-                    True,
-                    hooks,
-                    None,
-                    NoTracker(),
+                    config, None, None, True, hooks, None, NoTracker(),
                     ProcessState(interrupts, kernels=kernels),
                 )
             )
@@ -1612,8 +1490,7 @@ def _searched(config, quiet):
         )
     with telling_refusals(
         Path(config.results_dir),
-        kept="What was tried is kept: the same command goes on from there.",
-        of=FULL,
+        kept="What was tried is kept: the same command goes on from there.", of=FULL,
     ):
         found = search(
             config,
@@ -1644,8 +1521,7 @@ def _same_input(record, config):
         == world["development"]
     )
     if (
-        not worded
-        or not chosen
+        not worded or not chosen
         or world_digest(stream, source, world["backbone"], world["evaluation"], config.cache_dir)
         != world["digest"]
     ):
@@ -1676,10 +1552,7 @@ def _write_record(folder, record):
 # %% ../../nbs/jobs/03_run.ipynb #1efe655f
 def _recorded(config, folder, found, quiet, hooks, on_task, tracker, process):
     log.info(
-        "run %s: adapter %s, preset %s, protocol %s",
-        config.run_id,
-        config.adapter,
-        config.preset,
+        "run %s: adapter %s, preset %s, protocol %s", config.run_id, config.adapter, config.preset,
         config.protocol,
     )
     run = ContinualRun(config, quiet, hooks, on_task, process)

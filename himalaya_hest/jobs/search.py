@@ -36,10 +36,7 @@ def _linear(low, high, start): return dict(low=low, high=high, log=False, start=
 def _any(choices, start): return dict(choices=choices, start=start)
 
 LR, DECAY, BETA2, LAMBDA = (
-    "training.learning_rate",
-    "training.weight_decay",
-    "training.adam_beta2",
-    "ewc.strength",
+    "training.learning_rate", "training.weight_decay", "training.adam_beta2", "ewc.strength"
 )
 TAU, ALPHA, FACTORS = "adapter_config.temperature", "adapter_config.dual_rate", "adapter_config.k"
 FOUNDING_LAMBDA = 1e-2, 1.
@@ -123,8 +120,7 @@ def search_space(
     )["learning_rate"]
     if method in GATED or (study != "continual25" and scale != "mini"):
         return (
-            {LR: _log(1e-4, 5e-2, rate), BETA2: _USUAL[BETA2]}
-            if scale == "mini"
+            {LR: _log(1e-4, 5e-2, rate), BETA2: _USUAL[BETA2]} if scale == "mini"
             else {LR: _log(1e-5, 5e-4, rate)} | _BATCHES
         ) | GATED.get(method, {})
     if name in table: return dict(table[name])
@@ -195,9 +191,7 @@ def _checked_range(name, given):
         )
     scale = bool(given.get("log", False))
     return dict(
-        low=low,
-        high=high,
-        log=scale,
+        low=low, high=high, log=scale,
         start=given.get("start", type(low)(math.sqrt(low * high) if scale else (low + high) / 2)),
     )
 
@@ -233,8 +227,7 @@ def study_name(
     judged = resolve(_of_trial(config, {n: r["start"] for n, r in space.items()}))
     told = json.dumps(
         [
-            space,
-            {k: config.search[k] for k in ("seed", "prune")},
+            space, {k: config.search[k] for k in ("seed", "prune")},
             parameters_digest(judged, ignore=_STORAGE + ("role",)),
         ],
         sort_keys=True,
@@ -248,16 +241,8 @@ def _of_trial(config, setting, **changed):
     quick = config.evaluation | dict(latency_pairs=0, final_eval_rows=None, after_tasks=None)
     counted_only = config.energy and config.energy | dict(latency_samples=0, energy_meter="none")
     return with_setting(
-        config,
-        setting,
-        stream=s["stream"],
-        source="",
-        n_tasks=s["n_tasks"],
-        n_trials=0,
-        search={},
-        tracker="off",
-        evaluation=quick,
-        energy=counted_only,
+        config, setting, stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={},
+        tracker="off", evaluation=quick, energy=counted_only,
         **({"run_id": "", "seed": s["seed"], "order_seed": s["seed"]} | changed),
     )
 
@@ -317,8 +302,7 @@ def suggest(trial, space: dict) -> dict: # parameter → value
         trial.suggest_categorical(name, r["choices"])
         if "choices" in r
         else (
-            trial.suggest_int
-            if isinstance(r["low"], int) and isinstance(r["high"], int)
+            trial.suggest_int if isinstance(r["low"], int) and isinstance(r["high"], int)
             else trial.suggest_float
         )(name, r["low"], r["high"], log=r["log"])
     )
@@ -358,8 +342,7 @@ def counted(
     "Trials that ended or are on their way; not those that a killed process left."
     import optuna
     return [
-        t
-        for t in trials
+        t for t in trials
         if t.state not in (optuna.trial.TrialState.FAIL, optuna.trial.TrialState.WAITING)
     ]
 
@@ -500,9 +483,7 @@ def _finals(study, config, run, leases, quiet):
     """AUC of each finalist over the further pairs; a run of another worker is left to that worker,
     and looked at again until it has ended or its worker is gone."""
     best, further, out = (
-        finalists(study, config.search["finalists"]),
-        range(1, config.search["pairs"]),
-        {},
+        finalists(study, config.search["finalists"]), range(1, config.search["pairs"]), {}
     )
     if len(best) < 2 or not further: return {}
     todo = [(t, i) for t in best for i in further]
@@ -526,11 +507,7 @@ def _finals(study, config, run, leases, quiet):
 def _run_final(trial, i, config, run, place):
     seed = config.search["seed"] + i
     parameters = _of_trial(
-        config,
-        trial.params,
-        seed=seed,
-        order_seed=seed,
-        results_dir=str(place),
+        config, trial.params, seed=seed, order_seed=seed, results_dir=str(place),
         run_id=f"trial-{trial.number}-pair-{i}",
     )
     try: return _judged(run(parameters, lambda n, retained: None), parameters)[0]
@@ -571,8 +548,7 @@ def study_record(
     best = max([r for r in done if "pairs" in r] or done, key=lambda r: sum(judged[r["number"]]))
     world = next(
         (
-            t.user_attrs["world"]
-            for t in study.get_trials(deepcopy=False)
+            t.user_attrs["world"] for t in study.get_trials(deepcopy=False)
             if "world" in t.user_attrs
         ),
         None,
@@ -659,8 +635,7 @@ def _best_lambda(found):
     if LAMBDA not in found["space"]: return None
     scored = [
         (FOUNDING_LAMBDA[0] <= t["setting"][LAMBDA] <= FOUNDING_LAMBDA[1], t["auc"])
-        for t in found["trials"]
-        if t["state"] == "complete"
+        for t in found["trials"] if t["state"] == "complete"
     ]
     return " / ".join(
         f"{max(aucs):.3f}" if (aucs := [a for inside, a in scored if inside == i]) else "none"
@@ -680,8 +655,7 @@ def searches_table(
     """One row a search: trials, mean AUC of the start and of the best over the same pairs, the best
     setting, the parameters that are dead."""
     called = lambda r: " ".join(
-        [r["adapter"]]
-        + [r["preset"]] * (r["preset"] != "default")
+        [r["adapter"]] + [r["preset"]] * (r["preset"] != "default")
         + [f"({r['protocol']})"] * (r["protocol"] != "sequential")
     )
     mean = lambda values: sum(values) / len(values)
@@ -707,15 +681,8 @@ def searches_table(
         f"first pair inside / outside of the founding range {_short(FOUNDING_LAMBDA[0])} "
         f"to {_short(FOUNDING_LAMBDA[1])}",
         [
-            "adapter",
-            "trials",
-            "given up",
-            "AUC at the start",
-            "AUC of the best",
-            "n",
-            "best setting",
-            "AUC by λ",
-            "dead",
+            "adapter", "trials", "given up", "AUC at the start", "AUC of the best", "n",
+            "best setting", "AUC by λ", "dead",
         ],
         sorted(rows, key=lambda r: -r[4]),
     )

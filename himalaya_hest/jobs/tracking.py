@@ -112,11 +112,8 @@ def known_secrets() -> list[str]: # the longest first
             w
             for v in found
             for w in (
-                v,
-                quote(v, safe="", errors="replace"),
-                json.dumps(v)[1:-1],
-                json.dumps(v, ensure_ascii=False)[1:-1],
-                base(v),
+                v, quote(v, safe="", errors="replace"), json.dumps(v)[1:-1],
+                json.dumps(v, ensure_ascii=False)[1:-1], base(v),
             )
         },
         key=len,
@@ -193,8 +190,7 @@ def shareable(
     if isinstance(value, dict): return {k: shareable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)): return [shareable(v) for v in value]
     local = (
-        isinstance(value, str)
-        and len(value) > 1
+        isinstance(value, str) and len(value) > 1
         and (re.match(r"[/~]|\.\.?[/\\]|[A-Za-z]:[/\\]", value) or str(Path.home()) in value)
     )
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1] if local else value
@@ -315,10 +311,7 @@ def told(self: WandbTracker) -> dict: # for the record
     )
 
 WandbTracker.finish, WandbTracker._close, WandbTracker.stop, WandbTracker.told = (
-    finish,
-    _close,
-    stop,
-    told,
+    finish, _close, stop, told
 )
 
 # %% ../../nbs/jobs/02_tracking.ipynb #ed126f70
@@ -329,8 +322,7 @@ def upload_error(
     path = Path(folder)/"logs"/"debug-internal.log"
     lines = (
         [
-            json.loads(l)
-            for l in path.read_text(encoding="utf-8", errors="replace").splitlines()
+            json.loads(l) for l in path.read_text(encoding="utf-8", errors="replace").splitlines()
             if '"level":"ERROR' in l
         ]
         if path.exists()
@@ -338,8 +330,7 @@ def upload_error(
     )
     return next(
         (
-            l["msg"]
-            for l in lines
+            l["msg"] for l in lines
             if re.match(r"filestream|runfiles|runupserter|file ?transfer", l["msg"], re.I)
         ),
         None,
@@ -418,16 +409,10 @@ def open_tracker(
     own = _own_id(config, folder)
     try:
         run = wandb.init(
-            entity=config.wandb_entity or None,
-            project=config.wandb_project or PROJECT,
-            id=own,
-            name=config.run_id,
-            dir=str(folder),
-            mode=config.tracker,
-            config=shareable(asdict(config)),
-            resume="allow" if online else None,
-            reinit="create_new",
-            settings=wandb.Settings(**PRIVATE, **WAITS),
+            entity=config.wandb_entity or None, project=config.wandb_project or PROJECT, id=own,
+            name=config.run_id, dir=str(folder), mode=config.tracker,
+            config=shareable(asdict(config)), resume="allow" if online else None,
+            reinit="create_new", settings=wandb.Settings(**PRIVATE, **WAITS),
         )
     except Exception as e:
         why = scrub(f"{type(e).__name__}: {e}")
@@ -554,8 +539,7 @@ def _named_runs(api, place, run_ids):
             )
         return (
             list({r.config["run_id"]: r for r in reversed(finished)}.values())[::-1]
-            if run_ids == "all"
-            else finished[:1]
+            if run_ids == "all" else finished[:1]
         )
     chosen = []
     for name in select_runs("", run_ids):

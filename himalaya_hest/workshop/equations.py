@@ -40,12 +40,10 @@ def method_modules(
         )
     place = {
         ".".join(p.relative_to(folder).with_suffix("").parts): m[1]
-        for p in folder.glob("himalaya/**/*.py")
-        if (m := notebook(p))
+        for p in folder.glob("himalaya/**/*.py") if (m := notebook(p))
     }
     return (
-        "ground.linalg",
-        "ground.quant",
+        "ground.linalg", "ground.quant",
         *sorted((m for m in place if m not in SHELL), key=place.get),
     )
 
@@ -102,22 +100,17 @@ def exported(
     tree = ast.parse(file_of(module, folder).read_text(encoding="utf-8"))
     public = next(
         (
-            ast.literal_eval(n.value)
-            for n in tree.body
+            ast.literal_eval(n.value) for n in tree.body
             if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"
         ),
         [],
     )
     nodes = {
-        n.name: n
-        for n in tree.body
+        n.name: n for n in tree.body
         if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name in public
     }
     methods = {
-        f"{c}.{m.name}": m
-        for c, n in nodes.items()
-        if isinstance(n, ast.ClassDef)
-        for m in n.body
+        f"{c}.{m.name}": m for c, n in nodes.items() if isinstance(n, ast.ClassDef) for m in n.body
         if isinstance(m, ast.FunctionDef)
     }
     return nodes | methods
@@ -129,8 +122,7 @@ def with_formula(
 ) -> list[str]: # as module.name
     "What a module exports with a formula in its docstring."
     return [
-        f"{module}.{name}"
-        for name, n in exported(module, folder).items()
+        f"{module}.{name}" for name, n in exported(module, folder).items()
         if FORMULA.search(ast.get_docstring(n) or "")
     ]
 
@@ -141,15 +133,13 @@ def tests_of(
     """Code of the cells that are not exported, without their imports; empty for a notebook that
     asserts nothing."""
     cells = [
-        "".join(c["source"])
-        for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        "".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
         if c["cell_type"] == "code"
     ]
     text = "\n".join(c for c in cells if not re.search(r"^#\|\s*export", c, re.M))
     return (
         re.sub(r"^(import|from) .*$", "", text, flags=re.M)
-        if re.search(r"\btest_\w+\(|^\s*assert\b", text, re.M)
-        else ""
+        if re.search(r"\btest_\w+\(|^\s*assert\b", text, re.M) else ""
     )
 
 # %% ../../nbs/workshop/09_equations.ipynb #bac538d6
@@ -178,8 +168,7 @@ def users(
         if isinstance(n, ast.FunctionDef): found |= {n.name} if uses(n) else set()
         else:
             found |= {
-                n.name if m.name in ("forward", "__init__") else m.name
-                for m in n.body
+                n.name if m.name in ("forward", "__init__") else m.name for m in n.body
                 if isinstance(m, ast.FunctionDef) and uses(m)
             } | ({n.name} if any(map(uses, n.bases)) else set())
     return found
@@ -220,9 +209,7 @@ def equation_faults(
             faults.append(f"the formula of {e.functions[0]} does not fit into a table")
     known = {name for e in rows for name in e.functions}
     return faults + [
-        f"{name} has a formula and no row"
-        for m in modules
-        for name in with_formula(m)
+        f"{name} has a formula and no row" for m in modules for name in with_formula(m)
         if name not in known
     ]
 
@@ -254,13 +241,8 @@ def line_numbers(
 ) -> tuple[set, set]: # lines of code without those of the second set, lines of signatures
     "Numbers of the lines that hold code, from the tokens."
     skip = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENCODING,
-        tokenize.ENDMARKER,
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+        tokenize.ENCODING, tokenize.ENDMARKER,
     }
     tree, docs, ignored, signature = ast.parse(source), set(), set(), set()
     for node in ast.walk(tree):
@@ -319,8 +301,7 @@ def exercised_lines(
         for top in ast.parse(source).body:
             methods = [n for n in getattr(top, "body", []) if isinstance(n, ast.FunctionDef)]
             for n in (
-                [top, *methods]
-                if isinstance(top, ast.ClassDef) and methods
+                [top, *methods] if isinstance(top, ast.ClassDef) and methods
                 else [top] * isinstance(top, ast.FunctionDef)
             ):
                 span = set(

@@ -109,18 +109,13 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.log.append(
             Request(
-                self.command,
-                path,
-                self.headers.get("Range") or "",
+                self.command, path, self.headers.get("Range") or "",
                 self.headers.get("Authorization") or "",
             )
         )
         self.fault = next(
             (
-                f
-                for f in self.hub.faults
-                if f.times > 0
-                and f.path in path
+                f for f in self.hub.faults if f.times > 0 and f.path in path
                 and (f.status or f.delay_s or self.command == "GET")
             ),
             Fault(""),
@@ -131,8 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(
                 self.fault.status,
                 headers=(
-                    {}
-                    if self.fault.retry_after_s is None
+                    {} if self.fault.retry_after_s is None
                     else {"Retry-After": str(self.fault.retry_after_s)}
                 ),
             )
@@ -168,8 +162,7 @@ def _files(handler, repo, revision):
     handler.send(
         404,
         headers={
-            "X-Error-Code": "RevisionNotFound",
-            "X-Error-Message": f"Invalid rev id: {revision}",
+            "X-Error-Code": "RevisionNotFound", "X-Error-Message": f"Invalid rev id: {revision}"
         },
     )
 
@@ -202,8 +195,7 @@ def _refs(handler, repo):
     refs = {"branches": [], "tags": [], "converts": [], "pullRequests": []}
     for name in handler.hub.repos[repo]:
         kind, ref = (
-            ("converts", name)
-            if name.startswith("refs/convert/")
+            ("converts", name) if name.startswith("refs/convert/")
             else ("branches", f"refs/heads/{name}")
         )
         refs[kind].append(
@@ -261,17 +253,14 @@ def _bytes(handler, data, headers):
     if start >= len(data):
         return handler.send(416, headers=headers | {"Content-Range": f"bytes */{len(data)}"})
     handler.send(
-        206,
-        data[start:stop],
+        206, data[start:stop],
         headers | {"Content-Range": f"bytes {start}-{min(stop, len(data)) - 1}/{len(data)}"},
     )
 
 # %% ../../nbs/workshop/05_hub_stand_in.ipynb #04a79378
 _REPO, _REVISION = r"([^/]+/[^/]+)", r"(refs/convert/\w+|[^/]+)"
 ROUTES = (
-    (rf"/api/datasets/{_REPO}(?:/revision/(.+))?", _info),
-    (rf"/api/datasets/{_REPO}/refs", _refs),
+    (rf"/api/datasets/{_REPO}(?:/revision/(.+))?", _info), (rf"/api/datasets/{_REPO}/refs", _refs),
     (rf"/api/datasets/{_REPO}/tree/{_REVISION}(/.+)?", _tree),
-    (rf"/datasets/{_REPO}/resolve/{_REVISION}/(.+)", _resolve),
-    (r"/storage/(\w+)", _storage),
+    (rf"/datasets/{_REPO}/resolve/{_REVISION}/(.+)", _resolve), (r"/storage/(\w+)", _storage),
 )

@@ -76,8 +76,7 @@ def short_faults(
     if kept["machine"] == now["machine"]:
         old, new = leaves(kept), leaves(now)
         return [
-            f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now"
-            for p in {**old, **new}
+            f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now" for p in {**old, **new}
             if old.get(p) != new.get(p)
         ]
     far = [
@@ -87,8 +86,7 @@ def short_faults(
     ]
     old, new = _counted(kept), _counted(now)
     return far + [
-        f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now"
-        for p in {**old, **new}
+        f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now" for p in {**old, **new}
         if old.get(p) != new.get(p)
     ]
 

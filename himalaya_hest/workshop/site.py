@@ -56,13 +56,11 @@ def sidebar(
         ),
     )
     contents = ["index.ipynb"] + [
-        dict(section=title, contents=found)
-        for title, pattern in SECTIONS
+        dict(section=title, contents=found) for title, pattern in SECTIONS
         if (found := order(title, take(pattern)))
     ]
     floors = take("00_face") + [
-        dict(section=title, contents=found)
-        for folder, title in FLOORS.items()
+        dict(section=title, contents=found) for folder, title in FLOORS.items()
         if (found := take(f"{folder}/"))
     ]
     if left:
@@ -88,9 +86,7 @@ def page_of(
     "How nbdev names the page of a notebook."
     folder, slash, name = notebook.rpartition("/")
     return (
-        folder
-        + slash
-        + re.sub(r"^\d+[a-zA-Z0-9]*_", "", name.lower()).removesuffix(".ipynb")
+        folder + slash + re.sub(r"^\d+[a-zA-Z0-9]*_", "", name.lower()).removesuffix(".ipynb")
         + ".html"
     )
 
@@ -126,8 +122,7 @@ def leads_nowhere(
 def notebooks_of(root: Path) -> list[Path]: # sorted
     "All notebooks of the project."
     return sorted(
-        p
-        for p in (root / "nbs").rglob("*.ipynb")
+        p for p in (root / "nbs").rglob("*.ipynb")
         if not any(part.startswith((".", "_")) for part in p.relative_to(root).parts)
     )
 
@@ -136,10 +131,8 @@ def _texts(cell):
     "The Markdown of a cell."
     if cell["cell_type"] == "markdown": return ["".join(cell["source"])]
     return [
-        "".join(o["data"][kind])
-        for o in cell.get("outputs", [])
-        for kind in ("text/markdown", "text/html")
-        if kind in o.get("data", {})
+        "".join(o["data"][kind]) for o in cell.get("outputs", [])
+        for kind in ("text/markdown", "text/html") if kind in o.get("data", {})
     ]
 
 # %% ../../nbs/workshop/07_site.ipynb #094fe732
@@ -158,23 +151,18 @@ def broken_links(
         if [*page.values()].count(page[p]) > 1
     ]
     texts = [
-        (p, t)
-        for p in notebooks
-        for cell in json.loads(p.read_text(encoding="utf-8"))["cells"]
+        (p, t) for p in notebooks for cell in json.loads(p.read_text(encoding="utf-8"))["cells"]
         for t in _texts(cell)
     ]
     texts += [
         (p, p.read_text(encoding="utf-8"))
         for p in (
-            *sorted(root.glob("*.md")),
-            *sorted(root.glob(".github/**/*.md")),
+            *sorted(root.glob("*.md")), *sorted(root.glob(".github/**/*.md")),
             *sorted(root.glob(".github/**/*.yml")),
         )
     ]
     wrong = [
-        f"{p.relative_to(root)}: {t}"
-        for p, text in texts
-        for t in links_in(text)
+        f"{p.relative_to(root)}: {t}" for p, text in texts for t in links_in(text)
         if leads_nowhere(t, p.parent, root, pages)
     ]
     named = [
@@ -212,8 +200,7 @@ def alt_texts(
             if said
             else next(
                 (
-                    v["alt"]
-                    for v in (o.get("metadata") or {}).values()
+                    v["alt"] for v in (o.get("metadata") or {}).values()
                     if isinstance(v, dict) and v.get("alt")
                 ),
                 "",
@@ -229,8 +216,7 @@ def fig_alt(
     """A processor of nbdev (`procs` in settings.ini): alternative texts of saved pictures as
     Quarto's directive."""
     if (
-        cell.get("cell_type") != "code"
-        or "fig-alt" in "".join(cell["source"])
+        cell.get("cell_type") != "code" or "fig-alt" in "".join(cell["source"])
         or not any(texts := alt_texts(cell))
     ):
         return
@@ -246,8 +232,7 @@ def figures_without_text(
 ) -> list[str]: # "notebook: cell"
     "Cells with a saved picture that nothing describes."
     return [
-        f"{p.name}: {cell.get('id')}"
-        for p in notebooks_of(Path(root))
+        f"{p.name}: {cell.get('id')}" for p in notebooks_of(Path(root))
         for cell in json.loads(p.read_text(encoding="utf-8"))["cells"]
         if cell["cell_type"] == "code" and not all(alt_texts(cell))
     ]
@@ -262,8 +247,7 @@ def write_sidebar(
     path = Path(root)/"nbs"/"sidebar.yml"
     text = "# Made by `python -m himalaya_hest.workshop.site`.\n" + yaml.safe_dump(
         sidebar([p.relative_to(path.parent).as_posix() for p in notebooks_of(Path(root))]),
-        sort_keys=False,
-        allow_unicode=True,
+        sort_keys=False, allow_unicode=True,
     )
     same = path.exists() and path.read_text(encoding="utf-8") == text
     if not (same or check): path.write_text(text, encoding="utf-8")
