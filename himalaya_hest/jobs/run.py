@@ -1324,9 +1324,9 @@ def run_continual(
 ) -> dict: # the record, as in record.json; with dry_run the plan alone
     """Run one adapter over one stream, or take up or show what is there; writes
     `{results_dir}/{run_id}/`. With `dry_run` nothing runs and nothing is written."""
-    # a plan costs nothing and leaves nothing behind
     start_processes()
     given = config if isinstance(config, dict) else asdict(config)
+    # a plan is made before anything is touched
     if given.get("dry_run") not in (None, False, "false"):
         plan = make_plan(given | dict(hooks=_hook_names(given, hooks)))
         if is_main_process(): print(plan_text(plan))
