@@ -125,7 +125,7 @@ def compact(
         task: {k: round(v, 4) if isinstance(v, float) else v for k, v in metrics.items()}
         for task, metrics in record["scores"][-1].items()
     }]
-    # where a run was stored is nobody's business
+    # where a run was stored says nothing about it
     out["config"] = {k: v for k, v in out["config"].items()
                      if k not in ("results_dir", "cache_dir", "overwrite")}
     out["task_info"] = [{k: task.get(k) for k in OF_TASK} for task in record["task_info"]]
