@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 # %% ../../nbs/workshop/07_site.ipynb #d4f94cea
-SECTIONS = [ # title, what the notebooks' names match
+# title of a section, what the notebooks' names match; the first section that fits takes a page
+SECTIONS = [
     ("Tutorials", r"8[0-6][a-z]?_"),
     ("How it works", r"87[a-z]?_|workshop/\d+_equations"),
     ("Study 1: Continual25", r"94_|93_|90_"),
@@ -23,23 +24,15 @@ SECTIONS = [ # title, what the notebooks' names match
     ("Metrics, data, sources", r"88[a-z]?_|adapters/\d+_citations|study/\d+_quoted"),
     ("Project", r"89[a-z]?_|log\b"),
 ]
-FLOORS = {  # folder of nbs → title, in the order in which they build on one another
-    "ground": "Ground",
-    "bridge": "PEFT and Trainer",
-    "himalaya": "HIMALAYA",
-    "hest": "HEST",
-    "adapters": "Registry and rivals",
-    "measures": "Measures",
-    "streams": "Streams",
-    "running": "One run",
-    "compare": "Many runs",
-    "jobs": "Commands' work",
-    "onnx": "ONNX",
-    "cli": "Command line",
-    "study": "This study",
-    "workshop": "Workshop",
+# folder of nbs → title, in the order in which they build on one another
+FLOORS = {
+    "ground": "Ground", "bridge": "PEFT and Trainer", "himalaya": "HIMALAYA", "hest": "HEST",
+    "adapters": "Registry and rivals", "measures": "Measures", "streams": "Streams",
+    "running": "One run", "compare": "Many runs", "jobs": "Commands' work", "onnx": "ONNX",
+    "cli": "Command line", "study": "This study", "workshop": "Workshop",
 }
 
+# %% ../../nbs/workshop/07_site.ipynb #50f441e9
 def sidebar(
     names: list[str], # of notebooks, as paths under nbs
 ) -> dict: # as Quarto reads it from sidebar.yml
@@ -49,12 +42,10 @@ def sidebar(
         found = [n for n in left if re.match(pattern, n)]
         left[:] = [n for n in left if n not in found]
         return found
-    order = lambda title, found: sorted(
-        found,
-        key=lambda n: next(
-            i for i, p in enumerate(dict(SECTIONS)[title].split("|")) if re.match(p, n)
-        ),
-    )
+    # inside a section pages stand in the order of its patterns
+    order = lambda title, found: sorted(found, key=lambda n: next(
+        i for i, p in enumerate(dict(SECTIONS)[title].split("|")) if re.match(p, n)))
+    # pages for readers, and then the reference by its floors
     contents = ["index.ipynb"] + [
         dict(section=title, contents=found) for title, pattern in SECTIONS
         if (found := order(title, take(pattern)))
@@ -65,14 +56,11 @@ def sidebar(
     ]
     if left:
         raise ValueError(
-            f"{', '.join(left)}: no section of the sidebar takes this; add it to SECTIONS "
-            "in nbs/workshop/07_site.ipynb"
+            f"{', '.join(left)}: no section of the sidebar takes this; "
+            "add it to SECTIONS in nbs/workshop/07_site.ipynb"
         )
-    return dict(
-        website=dict(
-            sidebar=dict(contents=contents + [dict(section="API reference", contents=floors)])
-        )
-    )
+    return dict(website=dict(sidebar=dict(
+        contents=contents + [dict(section="API reference", contents=floors)])))
 
 # %% ../../nbs/workshop/07_site.ipynb #41190e96
 SITE, REPOSITORY = (
@@ -95,6 +83,7 @@ def links_in(
     text: str, # Markdown
 ) -> list[str]: # targets
     "Where a Markdown text links to; code is left out."
+    # blocks of code, then code within a line
     text = re.sub(r"^(`{3,}|~{3,}).*?^\1", "", text, flags=re.M | re.S)
     text = re.sub(r"(`+)(?!`).*?\1", "", text)
     return (
@@ -144,34 +133,30 @@ def broken_links(
     notebooks = notebooks_of(root)
     page = {p: page_of(p.relative_to(root/"nbs").as_posix()) for p in notebooks}
     pages = set(page.values())
+    # a page is named without its notebook's number, so two may meet
     twice = [
         f"{p.relative_to(root).as_posix()}: {page[p]} is the page of another notebook too: "
         "their names differ only in the number"
-        for p in notebooks
-        if [*page.values()].count(page[p]) > 1
+        for p in notebooks if [*page.values()].count(page[p]) > 1
     ]
+    # all that a reader can see: the notebooks, the documents, and GitHub's forms
     texts = [
         (p, t) for p in notebooks for cell in json.loads(p.read_text(encoding="utf-8"))["cells"]
         for t in _texts(cell)
     ]
-    texts += [
-        (p, p.read_text(encoding="utf-8"))
-        for p in (
-            *sorted(root.glob("*.md")), *sorted(root.glob(".github/**/*.md")),
-            *sorted(root.glob(".github/**/*.yml")),
-        )
-    ]
+    texts += [(p, p.read_text(encoding="utf-8")) for p in (
+        *sorted(root.glob("*.md")), *sorted(root.glob(".github/**/*.md")),
+        *sorted(root.glob(".github/**/*.yml")),
+    )]
+    # links, and names of files in code type that look like one
     wrong = [
         f"{p.relative_to(root)}: {t}" for p, text in texts for t in links_in(text)
         if leads_nowhere(t, p.parent, root, pages)
     ]
     named = [
-        f"{p.relative_to(root)}: {n}"
-        for p, text in texts
-        for n in re.findall(
-            r"(?<![\w/])(?:nbs|bench|himalaya_hest)/[\w/.-]*\.(?:ipynb|yaml|py|json)\b", text
-        )
-        if not (root / n).exists()
+        f"{p.relative_to(root)}: {n}" for p, text in texts for n in re.findall(
+            r"(?<![\w/])(?:nbs|bench|himalaya_hest)/[\w/.-]*\.(?:ipynb|yaml|py|json)\b", text)
+        if not (root/n).exists()
     ]
     return list(dict.fromkeys(twice + wrong + named))
 
@@ -194,20 +179,11 @@ def alt_texts(
     pictures = [
         o for o in cell.get("outputs", []) if any(k.startswith("image/") for k in o.get("data", {}))
     ]
-    return [
-        (
-            said[1]
-            if said
-            else next(
-                (
-                    v["alt"] for v in (o.get("metadata") or {}).values()
-                    if isinstance(v, dict) and v.get("alt")
-                ),
-                "",
-            )
-        )
-        for o in pictures
-    ]
+    # the directive counts for all pictures of the cell, the metadata each for its own
+    return [said[1] if said else next((
+        v["alt"] for v in (o.get("metadata") or {}).values()
+        if isinstance(v, dict) and v.get("alt")
+    ), "") for o in pictures]
 
 # %% ../../nbs/workshop/07_site.ipynb #00fd4fdb
 def fig_alt(
@@ -215,14 +191,10 @@ def fig_alt(
 ) -> None:
     """A processor of nbdev (`procs` in settings.ini): alternative texts of saved pictures as
     Quarto's directive."""
-    if (
-        cell.get("cell_type") != "code" or "fig-alt" in "".join(cell["source"])
-        or not any(texts := alt_texts(cell))
-    ):
-        return
+    if (cell.get("cell_type") != "code" or "fig-alt" in "".join(cell["source"])
+            or not any(texts := alt_texts(cell))): return
     cell["source"] = (
-        "#| fig-alt: "
-        f"{json.dumps(texts[0] if len(texts) == 1 else texts, ensure_ascii=False)}\n"
+        f"#| fig-alt: {json.dumps(texts[0] if len(texts) == 1 else texts, ensure_ascii=False)}\n"
         + "".join(cell["source"])
     )
 
@@ -261,8 +233,7 @@ def main(
     figures without a text."""
     same = write_sidebar(check="--check" in arguments)
     faults = [f"broken link: {x}" for x in broken_links()] + [
-        f"figure without an alternative text: {x}" for x in figures_without_text()
-    ]
+        f"figure without an alternative text: {x}" for x in figures_without_text()]
     if "--check" in arguments and not same:
         faults.append("nbs/sidebar.yml is out of step: run python -m himalaya_hest.workshop.site")
     print("\n".join(faults) or "sidebar, links and figures are in order")
