@@ -126,8 +126,8 @@ def held_as(
 
 # %% ../../nbs/jobs/03_run.ipynb #9faa031f
 NO_TOKENIZER = (
-    "it has no tokenizer that can be read: save it beside the model, with "
-    "tokenizer.save_pretrained"
+    "it has no tokenizer that can be read: "
+    "save it beside the model, with tokenizer.save_pretrained"
 )
 
 def load_tokenizer(
@@ -1171,9 +1171,8 @@ def task_info(run: ContinualRun) -> list[dict]: # per task, in the order trained
     # where a task may stop early, the history knows when it did
     ends = [h["step"] for h in run.position.history if "just_learned" in h]
     taken = dict(zip(run.order, np.diff([0, *ends]).tolist())) if run.stopping else {}
-    for t, e, lesson in zip(
-        (run.data[n].task for n in run.order), (run.data[n].evaluation for n in run.order), trained
-    ):
+    for t, e, lesson in zip((run.data[n].task for n in run.order),
+                            (run.data[n].evaluation for n in run.order), trained):
         out.append(dict(
             name=t.name, kind=t.kind, metric=t.metric, languages=list(t.languages),
             # which only tasks of some streams have
@@ -1300,6 +1299,7 @@ def fetch_data(
 # %% ../../nbs/jobs/03_run.ipynb #7577dee7
 def _hook_names(given, hooks):
     "Class names of the hooks; `ValueError` for what is no hook, and where a run file names others."
+    # a class in the place of an instance is the usual mistake
     for h in hooks:
         if not isinstance(h, StreamHooks):
             raise ValueError(
@@ -1307,6 +1307,7 @@ def _hook_names(given, hooks):
                 + (f": give {h.__name__}(...)" if isinstance(h, type) else "")
             )
     names = [type(h).__name__ for h in hooks]
+    # a run that is taken up must be driven by what drove it before
     if given.get("hooks") and given["hooks"] != names:
         raise ValueError(
             f"this run is driven by the hooks {given['hooks']}, "
@@ -1429,6 +1430,7 @@ def _searched(config, quiet):
 def _same_input(record, config):
     "Refuse to show a finished run whose stream file or data have changed since."
     stream, world = stream_of(config), record.get("world") or {}
+    # without the world's digest nothing could be compared
     if lost := {"digest", "backbone", "evaluation"} - world.keys():
         raise ValueError(
             f"the record of run {config.run_id} does not say its world's "

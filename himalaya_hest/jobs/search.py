@@ -228,13 +228,10 @@ def study_name(
     "The name of a study: the adapter, and a digest of all that decides about a trial's score."
     # whatever would change a score changes the name, and so begins another journal
     judged = resolve(_of_trial(config, {n: r["start"] for n, r in space.items()}))
-    told = json.dumps(
-        [
-            space, {k: config.search[k] for k in ("seed", "prune")},
-            parameters_digest(judged, ignore=_STORAGE + ("role",)),
-        ],
-        sort_keys=True,
-    )
+    told = json.dumps([
+        space, {k: config.search[k] for k in ("seed", "prune")},
+        parameters_digest(judged, ignore=_STORAGE + ("role",)),
+    ], sort_keys=True)
     return (
         f"{config.adapter}-{config.preset}-{Path(config.search['stream']).stem}-"
         f"{config.protocol}-{hashlib.sha256(told.encode()).hexdigest()[:6]}"
@@ -675,17 +672,13 @@ def searches_table(
         + [f"({r['protocol']})"] * (r["protocol"] != "sequential")
     )
     mean = lambda values: sum(values) / len(values)
-    rows = [
-        [
-            called(r), r["n_trials"], sum(t["state"] == "pruned" for t in r["trials"]),
-            # the start is a finalist where there were finals
-            mean(r["trials"][0].get("pairs", [r["trials"][0]["auc"]])),
-            r["best"]["mean_auc"], r["best"]["pairs"], _told_setting(r), _best_lambda(r),
-            ", ".join(n.split(".", 1)[1] for n, dead in r.get("dead", {}).items() if dead)
-            or "none",
-        ]
-        for r in found
-    ]
+    rows = [[
+        called(r), r["n_trials"], sum(t["state"] == "pruned" for t in r["trials"]),
+        # the start is a finalist where there were finals
+        mean(r["trials"][0].get("pairs", [r["trials"][0]["auc"]])),
+        r["best"]["mean_auc"], r["best"]["pairs"], _told_setting(r), _best_lambda(r),
+        ", ".join(n.split(".", 1)[1] for n, dead in r.get("dead", {}).items() if dead) or "none",
+    ] for r in found]
     # all searches of a table have one stream and one number of tasks
     first = found[0]
     return Table(

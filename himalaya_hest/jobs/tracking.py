@@ -70,20 +70,22 @@ def check_wandb(
     Sends nothing, writes nothing."""
     if find_spec("wandb") is None:
         raise ValueError(
-            f"{asked} needs the package wandb, which is not installed: pip install wandb, "
-            "or leave it out (tracker=off)"
+            f"{asked} needs the package wandb, which is not installed: "
+            "pip install wandb, or leave it out (tracker=off)"
         )
+    # offline nothing is sent, so neither key nor network is needed
     if not online: return
     if not (wandb_key() or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")):
         raise ValueError(
-            f"{asked} needs a W&B key, and none was found: `wandb login` once, or set "
-            "WANDB_API_KEY; or tracker=offline, which writes files to be sent later with "
-            "`wandb sync`; or tracker=off"
+            f"{asked} needs a W&B key, and none was found: "
+            "`wandb login` once, or set WANDB_API_KEY; "
+            "or tracker=offline, which writes files to be sent later with `wandb sync`; "
+            "or tracker=off"
         )
     if (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "run"):
         raise ValueError(
-            f"{asked}, but the environment has WANDB_MODE={mode}: unset it, or set tracker "
-            "to offline or off"
+            f"{asked}, but the environment has WANDB_MODE={mode}: "
+            "unset it, or set tracker to offline or off"
         )
 
 # %% ../../nbs/jobs/02_tracking.ipynb #5dc16fac
@@ -111,47 +113,38 @@ def known_secrets() -> list[str]: # the longest first
     )}, key=len, reverse=True)
 
 # %% ../../nbs/jobs/02_tracking.ipynb #a20d8fb9
-_SHAPES = re.compile(
-    "|".join(
-        (
-            r"wandb_v1_\w+",
-            r"(?<![A-Za-z0-9])(?:hf_|api_org_)[A-Za-z0-9]{30,}",
-            r"gh[opusr]_[A-Za-z0-9]{30,}",
-            r"github_pat_\w{30,}",
-            r"glpat-[\w-]{20,}",
-            r"npm_[A-Za-z0-9]{36}",
-            r"xox[a-z]-[\w-]{10,}",
-            # OpenAI's and Anthropic's
-            r"(?<![\w-])sk-(?=[\w-]*\d)[\w-]{20,}",
-            # Amazon's, then Google's
-            r"(?<!\w)A[KS]IA[A-Z0-9]{16}(?!\w)",
-            r"AIza[\w-]{35}",
-            # signed JSON
-            r"(?<!\w)eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?",
-            r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"'-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
-        )
-    )
-)
+_SHAPES = re.compile("|".join((
+    r"wandb_v1_\w+",
+    r"(?<![A-Za-z0-9])(?:hf_|api_org_)[A-Za-z0-9]{30,}",
+    r"gh[opusr]_[A-Za-z0-9]{30,}",
+    r"github_pat_\w{30,}",
+    r"glpat-[\w-]{20,}",
+    r"npm_[A-Za-z0-9]{36}",
+    r"xox[a-z]-[\w-]{10,}",
+    # OpenAI's and Anthropic's
+    r"(?<![\w-])sk-(?=[\w-]*\d)[\w-]{20,}",
+    # Amazon's, then Google's
+    r"(?<!\w)A[KS]IA[A-Z0-9]{16}(?!\w)",
+    r"AIza[\w-]{35}",
+    # signed JSON
+    r"(?<!\w)eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"'-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
+)))
 # what stands before a secret, in a group with a name, stays
-_PLACES = re.compile(
-    "|".join(
-        (
-            # user:password@ of a URL
-            r"(?<=://)[^\s/@:\"'\\]*:[^\s/@\"'\\]+(?=@)",
-            # a header; what follows `bearer` alone must have a digit, or it may be a sentence
-            r"(?P<header>authorization[\"'\\]*\s*[:=]\s*[\"'\\]*(?:(?:bearer|basic|token)\s+)?"
-            r"|\bbearer\s+(?=[\w.~+/=-]*\d))[\w.~+/=-]{8,}",
-            # the query of a link, of a signed one too
-            r"(?P<query>[?&](?:[\w-]*(?:key|token|secret|password|signature|credential)"
-            r"|sig|policy)=)[^\s&#\"'\\<>]+",
-            # a field of JSON, YAML or a command line
-            r"(?P<field>(?:api_?key|(?:access|auth|refresh)_?token|secret_?key|client_?secret"
-            r"|password|passwd)[\"'\\]*(?:=|\s*:\s*(?=\\*[\"']))[\"'\\]*)"
-            r"[^\s\"'\\,;)}\]&*]{6,}",
-        )
-    ),
-    re.I,
-)
+_PLACES = re.compile("|".join((
+    # user:password@ of a URL
+    r"(?<=://)[^\s/@:\"'\\]*:[^\s/@\"'\\]+(?=@)",
+    # a header; what follows `bearer` alone must have a digit, or it may be a sentence
+    r"(?P<header>authorization[\"'\\]*\s*[:=]\s*[\"'\\]*(?:(?:bearer|basic|token)\s+)?"
+    r"|\bbearer\s+(?=[\w.~+/=-]*\d))[\w.~+/=-]{8,}",
+    # the query of a link, of a signed one too
+    r"(?P<query>[?&](?:[\w-]*(?:key|token|secret|password|signature|credential)"
+    r"|sig|policy)=)[^\s&#\"'\\<>]+",
+    # a field of JSON, YAML or a command line
+    r"(?P<field>(?:api_?key|(?:access|auth|refresh)_?token|secret_?key|client_?secret"
+    r"|password|passwd)[\"'\\]*(?:=|\s*:\s*(?=\\*[\"']))[\"'\\]*)"
+    r"[^\s\"'\\,;)}\]&*]{6,}",
+)), re.I)
 
 # %% ../../nbs/jobs/02_tracking.ipynb #eb14d5fc
 def scrub(
@@ -181,8 +174,8 @@ def check_secrets(config: RunConfig) -> None:
     for name, value in asdict(config).items():
         if scrub(text := json.dumps(value, ensure_ascii=False)) != text:
             raise ValueError(
-                f"parameter {name} holds a key or a token; parameters are written to disk, "
-                "so leave it in the environment"
+                f"parameter {name} holds a key or a token; "
+                "parameters are written to disk, so leave it in the environment"
             )
 
 # %% ../../nbs/jobs/02_tracking.ipynb #ed408187
@@ -478,13 +471,10 @@ def rebuilt_record(
         )
     # a score counts where the run counted it: on the diagonal, and after an evaluation of all
     tasks = [row["task"] for row in ended]
-    matrix = [
-        [
-            row.get(f"score/{n}") if j == i or "val_retained_accuracy" in row else None
-            for j, n in enumerate(tasks)
-        ]
-        for i, row in enumerate(ended)
-    ]
+    matrix = [[
+        row.get(f"score/{n}") if j == i or "val_retained_accuracy" in row else None
+        for j, n in enumerate(tasks)
+    ] for i, row in enumerate(ended)]
     # scores go into the matrix, the rest of a row is the history as a run writes it
     history = [
         {k: v for k, v in row.items() if not k.startswith("score/")}
@@ -494,13 +484,8 @@ def rebuilt_record(
     names = {k for row in rows for k in row}
     # the world is not known, and its name makes sure that it equals no other
     record = dict(
-        run_id=name,
-        role=config.get("role"),
-        config=config,
-        matrix=matrix,
-        tasks=tasks,
-        history=history,
-        world=dict(digest=f"unknown ({run.id})"),
+        run_id=name, role=config.get("role"), config=config, matrix=matrix, tasks=tasks,
+        history=history, world=dict(digest=f"unknown ({run.id})"),
     )
     summary = continual_summary(matrix) if is_complete(record) else {}
     print(
@@ -533,8 +518,8 @@ def _named_runs(api, place, run_ids):
         finished = [r for r in runs(state="finished") if r.config.get("run_id")]
         if not finished:
             raise ValueError(
-                f"no finished run in W&B's project {place!r}: check wandb_entity and "
-                "wandb_project"
+                f"no finished run in W&B's project {place!r}: "
+                "check wandb_entity and wandb_project"
             )
         return (list({r.config["run_id"]: r for r in reversed(finished)}.values())[::-1]
                 if run_ids == "all" else finished[:1])
@@ -543,14 +528,14 @@ def _named_runs(api, place, run_ids):
     for name in select_runs("", run_ids):
         if not (found := runs(**{"config.run_id": name})):
             raise ValueError(
-                f"no run {name!r} in W&B's project {place!r}: check run_ids, wandb_entity "
-                "and wandb_project"
+                f"no run {name!r} in W&B's project {place!r}: "
+                "check run_ids, wandb_entity and wandb_project"
             )
         chosen.append(next((r for r in found if r.state == "finished"), found[0]))
         if len(found) > 1:
             print(
-                f"{name}: {len(found)} runs of W&B have this run_id; {chosen[-1].id} is "
-                f"taken ({chosen[-1].state}, the most recent)"
+                f"{name}: {len(found)} runs of W&B have this run_id; "
+                f"{chosen[-1].id} is taken ({chosen[-1].state}, the most recent)"
             )
     return chosen
 

@@ -166,6 +166,7 @@ def _info(handler, repo, revision):
             _id="0",
             id=repo,
             sha=found[1],
+            # the rest as for any public repository
             private=False,
             gated="auto" if repo in handler.hub.gated else False,
             disabled=False,

@@ -49,7 +49,7 @@ def short_run(
         saved = Path(folder)/record["run_id"]/"adapter"/"adapter_model.safetensors"
         digest = tensor_digest(load_file(saved))
     losses = [h["train_loss"] for h in record["history"] if "train_loss" in h]
-    # the matrix has the scores already
+    # the matrix and the values by row say as much as these
     found = {
         g: v for g, v in values_of(record).items() if g not in ("scores", "final", "confusion")}
     return dict(method_versions=record["method_versions"], machine=machine_of(record),

@@ -73,10 +73,8 @@ def page_of(
 ) -> str: # path of its page
     "How nbdev names the page of a notebook."
     folder, slash, name = notebook.rpartition("/")
-    return (
-        folder + slash + re.sub(r"^\d+[a-zA-Z0-9]*_", "", name.lower()).removesuffix(".ipynb")
-        + ".html"
-    )
+    return (folder + slash
+            + re.sub(r"^\d+[a-zA-Z0-9]*_", "", name.lower()).removesuffix(".ipynb") + ".html")
 
 # %% ../../nbs/workshop/07_site.ipynb #f9d3d91b
 def links_in(
