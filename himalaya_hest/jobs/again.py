@@ -30,14 +30,10 @@ def commands_in(
     record, # the JSON of a measurement
 ) -> list[str]: # without repetitions
     "The commands that a record names, at any depth."
-    found = (
-        [record["command"]]
-        if isinstance(record, dict) and isinstance(record.get("command"), str)
-        else []
-    )
+    found = ([record["command"]]
+             if isinstance(record, dict) and isinstance(record.get("command"), str) else [])
     inner = (
-        record.values() if isinstance(record, dict) else record if isinstance(record, list) else ()
-    )
+        record.values() if isinstance(record, dict) else record if isinstance(record, list) else ())
     return list(dict.fromkeys(found + [c for x in inner for c in commands_in(x)]))
 
 # %% ../../nbs/jobs/05_again.ipynb #91a7689d
@@ -46,16 +42,19 @@ def read_run(
 ) -> dict: # the record of a stream run
     """The record; `ValueError` for anything else, naming the command that repeats it where there is
     one."""
+    # what cannot be read, and what is no JSON, are two mistakes
     try: record = plain_json(path)
     except OSError as e:
         raise ValueError(
-            f"{path} cannot be read ({e.strerror}); give the record.json of a run, or a "
-            "file of nbs/records"
+            f"{path} cannot be read ({e.strerror}); "
+            "give the record.json of a run, or a file of nbs/records"
         ) from e
     except (ValueError, RecursionError) as e:
         raise ValueError(
-            f"{path} is not JSON ({e}); give the record.json of a run, or a file of " "nbs/records"
+            f"{path} is not JSON ({e}); "
+            "give the record.json of a run, or a file of nbs/records"
         ) from e
+    # a run's record has what every record needs; a measurement names its command
     if isinstance(record, dict) and all(k in record for k in NEEDED):
         return check_record(record, path)
     if known := commands_in(record):
@@ -76,13 +75,12 @@ def as_it_was(
 ) -> dict: # the same, with what its adapter left open then
     "The config with the class's own values where a search has changed the default since."
     adapter, preset, given = config["adapter"], config["preset"], config.get("adapter_config") or {}
+    # what a search sets today, the record's run may not have had
     opened = (
-        searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys()
-    )
+        searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys())
     if not opened: return config
     own = _config_class(parse_adapter(adapter)[0])(
-        **resolve_adapter_config(adapter, preset, given, config["seed"])
-    )
+        **resolve_adapter_config(adapter, preset, given, config["seed"]))
     return config | dict(adapter_config=given | {k: getattr(own, k) for k in sorted(opened)})
 
 # %% ../../nbs/jobs/05_again.ipynb #30fe9031
@@ -96,39 +94,32 @@ def parameters_of(
     """The record's parameters for another run of the same; `ValueError` where they do not suffice,
     or are none."""
     config, known = record["config"], {f.name for f in fields(RunConfig)}
+    # code that the record does not hold, or that it would be careless to run
     if config.get("hooks"):
         raise ValueError(
             f"{record['run_id']} was driven by the hooks {', '.join(config['hooks'])}, "
-            "whose code the record does not hold: repeat it with the program that passed "
-            "them"
+            "whose code the record does not hold: repeat it with the program that passed them"
         )
     if config.get("allow_code_execution") and not allow_code_execution:
         raise ValueError(
-            f"{record['run_id']} ran the programs that its model wrote: where the record "
-            "is one to trust, repeat it with --allow-code-execution"
+            f"{record['run_id']} ran the programs that its model wrote: "
+            "where the record is one to trust, repeat it with --allow-code-execution"
         )
     need_adapter_module(record["run_id"], config, adapter_module)
+    # a newer version's record may mean something by what this one lacks
     if unknown := sorted(config.keys() - known):
         raise ValueError(
-            f"{record['run_id']} has the parameters {', '.join(unknown)}, which this "
-            "version does not know: repeat it with the version of its code_version, "
-            f"{record.get('code_version')}"
+            f"{record['run_id']} has the parameters {', '.join(unknown)}, "
+            "which this version does not know: "
+            f"repeat it with the version of its code_version, {record.get('code_version')}"
         )
-    # another source is told beside what differs
+    # another source of the adapter is no reason to stop: it is told beside what differs
     kept = {k: v for k, v in as_it_was(config).items() if k not in (*PLACES, "adapter_source")}
-    return (
-        kept
-        | ({"adapter_module": adapter_module} if adapter_module else {})
-        | dict(
-            n_trials=0,
-            search={},
-            tracker="off",
-            wandb_entity="",
-            wandb_project="",
-            results_dir=str(results_dir),
-            cache_dir=str(cache_dir),
-            run_id=f"again-{record['run_id']}",
-        )
+    # its search is over, its places are its own, and what is repeated is not published
+    return kept | ({"adapter_module": adapter_module} if adapter_module else {}) | dict(
+        n_trials=0, search={}, tracker="off", wandb_entity="", wandb_project="",
+        results_dir=str(results_dir), cache_dir=str(cache_dir),
+        run_id=f"again-{record['run_id']}",
     )
 
 # %% ../../nbs/jobs/05_again.ipynb #14435df6
@@ -142,31 +133,17 @@ def changed_parameters(
         {k: v for k, v in told_parameters(as_it_was(r["config"])).items() if k not in left_out}
         for r in (record, again)
     )
-    return [
-        f"{k}: {old[k]!r} in the record, {new.get(k)!r} now" for k in old if old[k] != new.get(k)
-    ]
+    return [f"{k}: {old[k]!r} in the record, {new.get(k)!r} now"
+            for k in old if old[k] != new.get(k)]
 
 # %% ../../nbs/jobs/05_again.ipynb #2b19fe9d
 TIMES = (
-    "wall_s",
-    "cpu_latency_overhead",
-    "peak_memory_mb",
-    "latency_p50_ms",
-    "latency_p95_ms",
+    "wall_s", "cpu_latency_overhead", "peak_memory_mb", "latency_p50_ms", "latency_p95_ms",
     "latency_p99_ms",
 )
 GROUPS = (
-    "tasks",
-    "matrix",
-    "scores",
-    "row_values",
-    "final",
-    "summary",
-    "bytes",
-    "kept_bytes",
-    "dictionary",
-    "confusion",
-    "energy",
+    "tasks", "matrix", "scores", "row_values", "final", "summary", "bytes", "kept_bytes",
+    "dictionary", "confusion", "energy",
 )
 METERED = ("measured", "latency_ms", "latency_ms_batched") # of the group energy
 
@@ -186,26 +163,28 @@ def values_of(
     decimals: int | None = None,
 ) -> dict: # group → place → value
     "What is compared."
+    # a compact record has the scores after the last task alone
     if decimals is not None and "scores" in record:
         record = record | dict(scores=record["scores"][-1:])
     out = {"world": {"digest": record["world"]["digest"]}} | {
-        g: leaves(record[g]) for g in GROUPS if g in record
-    }
+        g: leaves(record[g]) for g in GROUPS if g in record}
+    # what a machine measured is that machine's
     counted = (record["summary"].get("joules_source") or "").startswith("measured")
     if "energy" in record:
         out["energy"] = leaves({k: v for k, v in record["energy"].items() if k not in METERED})
     for k in (*TIMES, *(["mean_joules_per_sample"] if counted else [])):
         out["summary"].pop(f"['{k}']", None)
+    # the other side is rounded as the compact one was
     rounded = lambda v: round(v, decimals) if isinstance(v, float) else v
     if decimals is not None:
-        out |= {
-            g: {p: rounded(v) for p, v in out[g].items()} for g in ("matrix", "scores") if g in out
-        }
+        out |= {g: {p: rounded(v) for p, v in out[g].items()}
+                for g in ("matrix", "scores") if g in out}
     return out
 
 # %% ../../nbs/jobs/05_again.ipynb #c87d0754
 def is_compact(record: dict) -> bool: # whether scores are rounded and details left out
-    return "command" in record # a record of a study of energy keeps its history
+    # not by what is left out: a record of a study of energy keeps its history
+    return "command" in record
 
 # %% ../../nbs/jobs/05_again.ipynb #f72d52ea
 @dataclass(repr=False)
@@ -223,8 +202,7 @@ class Repeated:
         return Table(
             f"{self.run_id}, run again: "
             f"{'the same' if self.same() else f'{len(self.differences)} values differ'}",
-            ["group", "values", "differ", ""],
-            rows,
+            ["group", "values", "differ", ""], rows,
         )
     def __repr__(self):
         shown = [f"{g}{p}: {a!r} recorded, {b!r} now" for g, p, a, b in self.differences[:20]]
@@ -234,11 +212,8 @@ class Repeated:
 # %% ../../nbs/jobs/05_again.ipynb #8f2e3120
 def _equal(a, b, tolerance):
     number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
-    return (
-        abs(a - b) <= tolerance
-        if number(a) and number(b) and math.isfinite(a) and math.isfinite(b)
-        else a == b
-    )
+    return (abs(a - b) <= tolerance
+            if number(a) and number(b) and math.isfinite(a) and math.isfinite(b) else a == b)
 
 # %% ../../nbs/jobs/05_again.ipynb #ecc1e214
 MISSING = "nothing"
@@ -249,29 +224,26 @@ def compare_records(
     tolerance: float = 0., # of numbers
 ) -> Repeated:
     "Every value of both, group by group; new figures of a summary are told, not counted."
+    # one compact record is enough for both to be rounded
     decimals = 4 if is_compact(record) or is_compact(again) else None
     old, new = values_of(record, decimals), values_of(again, decimals)
+    # groups that both have
     counts, differences = {}, []
     for g in (g for g in old if g in new):
         places = [p for p in dict.fromkeys([*old[g], *new[g]]) if g != "summary" or p in old[g]]
         found = [
-            (g, p, old[g].get(p, MISSING), new[g].get(p, MISSING))
-            for p in places
+            (g, p, old[g].get(p, MISSING), new[g].get(p, MISSING)) for p in places
             if not _equal(old[g].get(p, MISSING), new[g].get(p, MISSING), tolerance)
         ]
         counts[g] = (len(places), len(found))
         differences += found
+    # groups that only one has cannot differ, but that is said
     absent = [g for g in ("world", *GROUPS) if (g in old) != (g in new)]
     return Repeated(
-        record["run_id"],
-        counts,
-        differences,
-        _explanations(record, again)
-        + (
+        record["run_id"], counts, differences,
+        _explanations(record, again) + (
             [f"not compared, since only one of the two records has it: {', '.join(absent)}"]
-            if absent
-            else []
-        ),
+            if absent else []),
     )
 
 # %% ../../nbs/jobs/05_again.ipynb #516e3b98
@@ -280,11 +252,8 @@ def _explanations(record, again):
     out = [f"parameter {x}" for x in changed_parameters(record, again)]
     for what in ("method_versions", "versions", "device", "code_version"):
         old, new = record.get(what) or {}, again.get(what) or {}
-        if changed := [
-            f"{k} {old.get(k)} then, {new.get(k)} now"
-            for k in old | new
-            if old.get(k) != new.get(k)
-        ]:
+        if changed := [f"{k} {old.get(k)} then, {new.get(k)} now"
+                       for k in old | new if old.get(k) != new.get(k)]:
             out.append(f"{what.replace('_', ' ')}: {', '.join(changed)}")
     return out
 
@@ -301,23 +270,17 @@ def repeat_run(
 ) -> Repeated:
     "Run a record's parameters again and compare; `ValueError` for what is no run."
     record = read_run(path)
-    with (
-        contextlib.nullcontext(results_dir) if results_dir else tempfile.TemporaryDirectory()
-    ) as folder:
+    # a repetition that nobody keeps leaves nothing, its tokenised tasks neither
+    with (contextlib.nullcontext(results_dir) if results_dir
+          else tempfile.TemporaryDirectory()) as folder:
         parameters = parameters_of(
-            record,
-            folder,
-            cache_dir or (".cache" if results_dir else f"{folder}/cache"),
-            allow_code_execution,
-            adapter_module,
+            record, folder, cache_dir or (".cache" if results_dir else f"{folder}/cache"),
+            allow_code_execution, adapter_module,
         )
         if not quiet:
             print(
-                f"{record['run_id']}: {len(record['tasks'])} tasks with "
-                f"{parameters['adapter']}, which took {record['summary']['wall_s']:.0f} s "
-                "when it was recorded",
-                flush=True,
-            )
+                f"{record['run_id']}: {len(record['tasks'])} tasks with {parameters['adapter']}, "
+                f"which took {record['summary']['wall_s']:.0f} s when it was recorded", flush=True)
         return compare_records(record, run_continual(parameters, quiet=quiet), tolerance)
 
 # %% ../../nbs/jobs/05_again.ipynb #70ec9ba1
@@ -329,33 +292,30 @@ def rerun_parser(
     parser = argparse.ArgumentParser(
         called, **further, description="Run again what a record says, and compare."
     )
+    # what is repeated, and where
     parser.add_argument("record", help="record.json of a run, or a file of nbs/records")
     parser.add_argument(
-        "--results-dir",
-        default="",
-        help="keep the repeated run here, and go on with it after a kill; else it goes to a "
-        "temporary folder",
+        "--results-dir", default="",
+        help="keep the repeated run here, and go on with it after a kill; "
+        "else it goes to a temporary folder",
     )
     parser.add_argument(
-        "--cache-dir",
-        default="",
+        "--cache-dir", default="",
         help="tokenised tasks; default: .cache, or a temporary folder without --results-dir",
     )
+    # code that is not this package's runs only when it is asked for
     parser.add_argument(
-        "--allow-code-execution",
-        action="store_true",
+        "--allow-code-execution", action="store_true",
         help="run programs that the model writes, where the record's run did",
     )
     parser.add_argument(
-        "--adapter-module",
-        default="",
-        help="where the module of an adapter of one's own lies here, for a record that names "
-        "one; its code is run",
+        "--adapter-module", default="",
+        help="where the module of an adapter of one's own lies here, "
+        "for a record that names one; its code is run",
     )
+    # another processor may add in another order
     parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.0,
+        "--tolerance", type=float, default=0.0,
         help="numbers that differ by no more are called the same (default: 0)",
     )
     return parser
@@ -370,12 +330,8 @@ def main(
     given = rerun_parser(called).parse_args(arguments)
     try:
         repeated = repeat_run(
-            given.record,
-            given.results_dir,
-            given.cache_dir,
-            given.tolerance,
-            allow_code_execution=given.allow_code_execution,
-            adapter_module=given.adapter_module,
+            given.record, given.results_dir, given.cache_dir, given.tolerance,
+            allow_code_execution=given.allow_code_execution, adapter_module=given.adapter_module,
         )
     except ValueError as e:
         print(e, file=sys.stderr)

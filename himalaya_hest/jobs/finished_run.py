@@ -43,9 +43,10 @@ def open_run(
         raise ValueError(f"{folder} holds no finished run: there is no record.json")
     if not (folder/"adapter").is_dir():
         raise ValueError(
-            f"{folder} keeps no adapter: runs of the protocols single and zero_shot have "
-            "none at their end"
+            f"{folder} keeps no adapter: "
+            "runs of the protocols single and zero_shot have none at their end"
         )
+    # an adapter of one's own is code: it has to be given, and to be the code of the run
     record = read_record(folder/"record.json")
     need_adapter_module(str(folder), record["config"], adapter_module)
     source, now = record["config"].get("adapter_source"), import_adapter_module(adapter_module)
@@ -55,6 +56,7 @@ def open_run(
             f"than {adapter_module} has now (SHA-256 {source[:12]}…, now {now[:12]}…): "
             "give the module as it was"
         )
+    # full width and no 4 bits, whatever the run had: this is for reading, not for training
     config = RunConfig(**record["config"] | dict(cache_dir=str(cache_dir)))
     backbone, tokenizer, digest = load_backbone(
         config.model, config.model_revision, "float32", "none"
@@ -62,12 +64,10 @@ def open_run(
     wanted = (record.get("world") or {}).get("backbone") or "none"
     if digest != wanted:
         raise ValueError(
-            f"the backbone {config.model!r} is not the one of the run: its digest is "
-            f"{digest[:12]}, the record has {wanted[:12]}"
+            f"the backbone {config.model!r} is not the one of the run: "
+            f"its digest is {digest[:12]}, the record has {wanted[:12]}"
         )
     return FinishedRun(
         load_adapter(backbone, folder / "adapter").eval(),
-        as_asked(tokenizer, config.chat_template),
-        config,
-        record,
+        as_asked(tokenizer, config.chat_template), config, record,
     )

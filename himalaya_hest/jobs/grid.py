@@ -42,15 +42,17 @@ class GridJob:
         from submitit import JobEnvironment
         from submitit.helpers import TorchDistributedEnvironment
         here = JobEnvironment()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL) # submitit ignores it
+        # submitit ignores it, and a run is to end its step by it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if here.num_tasks > 1:
             TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        # of several processes the first one reports
         def note(state, error=""):
             if here.global_rank == 0:
-                write_atomic(
-                    Path(report), json.dumps(dict(state=state, job=here.job_id, error=error)) + "\n"
-                )
+                write_atomic(Path(report), json.dumps(
+                    dict(state=state, job=here.job_id, error=error)) + "\n")
         note("running")
+        # only an error of the run itself counts as its failure
         try: run_continual(parameters, quiet=True)
         except RunTaken as e: note("taken", str(e)); raise
         except Exception as e: note("failed", f"{type(e).__name__}: {e}"); raise
@@ -70,8 +72,7 @@ class GridOptions:
     processes: int = 1 # that share each run, see `training.num_processes`
     search_workers: int = 1 # jobs that share the trials of a run's search
     cluster: str = "auto" # auto: slurm where there is srun, else local
-    # options of sbatch as submitit names them: partition, gpus_per_node, mem, constraint,
-    # account, ...
+    # of sbatch, as submitit names them: partition, gpus_per_node, mem, constraint, account, ...
     slurm: dict = field(default_factory=dict)
     timeout_h: float = 24. # of a Slurm job; a run that needs longer goes on in the next
     retries: int = 2 # of a run that was killed; one that failed is not tried again by itself
@@ -81,24 +82,22 @@ class GridOptions:
         for name in ("workers", "threads", "processes", "search_workers", "timeout_h"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected at least 1")
+        # options that nobody would read would be dropped without a word
         if self.slurm and self.where == "local":
             raise ValueError(
-                f"options of Slurm are given ({', '.join(self.slurm)}), but there is no "
-                "srun here: leave them out, or give the command on a machine of the "
-                "cluster"
+                f"options of Slurm are given ({', '.join(self.slurm)}), "
+                "but there is no srun here: "
+                "leave them out, or give the command on a machine of the cluster"
             )
         if self.cluster == "slurm" and not shutil.which("srun"):
             raise ValueError(
-                "cluster is 'slurm', but there is no srun here: give the command on a "
-                "machine of the cluster, or cluster local"
+                "cluster is 'slurm', but there is no srun here: "
+                "give the command on a machine of the cluster, or cluster local"
             )
     @property
     def where(self) -> str:
-        return (
-            "slurm"
-            if self.cluster == "slurm" or (self.cluster == "auto" and shutil.which("srun"))
-            else "local"
-        )
+        return ("slurm" if self.cluster == "slurm"
+                or (self.cluster == "auto" and shutil.which("srun")) else "local")
 
 # %% ../../nbs/jobs/11_grid.ipynb #0feef2c9
 def executor_of(
@@ -113,28 +112,25 @@ def executor_of(
         raise ValueError(
             "a grid needs the package submitit: pip install 'himalaya_hest[grid]'"
         ) from e
+    # submitit's pickles are code to whoever reads them, so nobody else may write here
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if options.where == "local":
         out = submitit.LocalExecutor(folder)
         out.update_parameters(
-            timeout_min=60 * 24 * 365, tasks_per_node=options.processes, stderr_to_stdout=True
-        )
+            timeout_min=60 * 24 * 365, tasks_per_node=options.processes, stderr_to_stdout=True)
         return out
+    # a run's processes are the same on each node
     nodes = options.slurm.get("nodes", 1)
     if options.processes % nodes:
         raise ValueError(f"{options.processes} processes cannot be shared by {nodes} nodes alike")
     usual = dict(
-        job_name=name,
-        time=round(60 * options.timeout_h),
-        nodes=nodes,
-        ntasks_per_node=options.processes // nodes,
-        cpus_per_task=options.threads,
-        signal_delay_s=120,
-        array_parallelism=options.workers,
-        stderr_to_stdout=True,
+        job_name=name, time=round(60 * options.timeout_h), nodes=nodes,
+        ntasks_per_node=options.processes // nodes, cpus_per_task=options.threads,
+        signal_delay_s=120, array_parallelism=options.workers, stderr_to_stdout=True,
         setup=[f"export OMP_NUM_THREADS={options.threads} TOKENIZERS_PARALLELISM=false"],
         additional_parameters=dict(requeue=True),
     )
+    # what is given for sbatch goes over what is usual here
     out = submitit.SlurmExecutor(folder, max_num_timeout=10_000)
     try: out.update_parameters(**usual | options.slurm)
     except (ValueError, TypeError) as e:
@@ -146,18 +142,22 @@ def executor_of(
 def _for_children(options):
     "Environment and signals that local jobs inherit."
     wanted = dict(OMP_NUM_THREADS=str(options.threads), TOKENIZERS_PARALLELISM="false")
-    kept, main = {
-        k: os.environ.get(k) for k in wanted
-    }, threading.current_thread() is threading.main_thread()
+    # signals can only be set in the main thread, so elsewhere they stay as they are
+    kept, main = (
+        {k: os.environ.get(k) for k in wanted},
+        threading.current_thread() is threading.main_thread(),
+    )
     os.environ.update(wanted)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
     try: yield
     finally:
         if main: signal.signal(signal.SIGINT, before)
+        # this process has its own environment again
         for k, v in kept.items():
             if v is None: del os.environ[k]
             else: os.environ[k] = v
 
+# %% ../../nbs/jobs/11_grid.ipynb #5a62f188
 def _gpus(slot, options):
     "Numbers of the GPUs of a local worker; () where there is none."
     import torch
@@ -177,13 +177,14 @@ class Jobs:
         for r, p in runs.items():
             if (n := (p.get("training") or {}).get("num_processes", 1)) != options.processes:
                 raise ValueError(
-                    f"run {r} has training.num_processes = {n}, but jobs are to have "
-                    f"{options.processes} processes: give --processes {n}"
+                    f"run {r} has training.num_processes = {n}, "
+                    f"but jobs are to have {options.processes} processes: give --processes {n}"
                 )
         self.executor = executor_of(self.reports/"jobs", options, name)
-        # (run_id, copy) → job, place; run_id → how often
+        # (run_id, copy) → its job, and → its worker's place; run_id → how often it was handed over
         self.active, self.slots, self.tries = {}, {}, dict.fromkeys(runs, 0)
-        self.over = {} # run_id → Slurm's word for how its last job ended, until it is asked for
+        # run_id → Slurm's word for how its last job ended, until it is asked for
+        self.over = {}
     def report(self, run_id: str, copy: int = 0) -> Path:
         return self.reports/(f"{run_id}.json" if not copy else f"{run_id}+{copy}.json")
     def copies(self, run_id: str) -> int:
@@ -192,6 +193,7 @@ class Jobs:
         "Hand runs over, to Slurm as one array."
         asked = [(r, c) for r in run_ids for c in range(self.copies(r))]
         for r in run_ids: self.tries[r] += 1
+        # the report is there before the job, which may begin at once
         for key in asked: write_atomic(self.report(*key), json.dumps(dict(state="queued")) + "\n")
         with _for_children(self.options):
             if self.options.where == "slurm":
@@ -201,6 +203,7 @@ class Jobs:
                         for r, c in asked
                     ]
             else: jobs = [self._local(r, c) for r, c in asked]
+        # another command can find the job by its number
         for key, job in zip(asked, jobs):
             self.active[key] = job
             write_atomic(
@@ -208,6 +211,7 @@ class Jobs:
                 json.dumps(dict(job=job.job_id, where=self.options.where)) + "\n",
             )
     def _local(self, run_id, copy):
+        # the first place that is free, which decides about its GPUs
         slot = next(i for i in range(len(self.slots) + 1) if i not in self.slots.values())
         self.slots[run_id, copy] = slot
         gpus = _gpus(slot, self.options)
@@ -224,13 +228,13 @@ def attach(self: Jobs) -> None:
             known = read_json(self.report(r, c).with_suffix(".job"))
             if known.get("where") != "slurm": continue
             job = SlurmJob(
-                self.reports / "jobs", known["job"], tasks=list(range(self.options.processes))
-            )
+                self.reports/"jobs", known["job"], tasks=list(range(self.options.processes)))
+            # Slurm forgets a job some time after its end
             if not job.done(force_check=True) and not job.state.upper().startswith("UNKNOWN"):
                 self.active[r, c] = job
 
 # %% ../../nbs/jobs/11_grid.ipynb #84b0fd32
-# run_id → Slurm's word for how it ended, empty for a local job
+# by run_id Slurm's word for how it ended, empty for a local job
 def ended(self: Jobs) -> dict[str, str]:
     "Runs whose jobs are all over since the last call."
     for key in [k for k, job in self.active.items() if job.done()]:
@@ -247,13 +251,13 @@ def stop(self: Jobs) -> None:
     if self.options.where != "local": return
     for job in self.active.values():
         with contextlib.suppress(ProcessLookupError):
-            # submitit's process, which hands it on
+            # the number is that of submitit's process, which hands the signal on
             os.kill(int(job.job_id), signal.SIGTERM)
 
 Jobs.attach, Jobs.ended, Jobs.stop = attach, ended, stop
 
 # %% ../../nbs/jobs/11_grid.ipynb #a7b1770b
-# ends of Slurm jobs that another try would meet again, or that somebody wanted
+# ends of Slurm jobs that another try would come to as well, or that somebody wanted
 HOPELESS = ("CANCELLED", "OUT_OF_MEMORY", "DEADLINE")
 
 class Watch:
@@ -271,14 +275,13 @@ class Watch:
             if s.state == "finished" and r not in self.seen:
                 self.seen.add(r); self.bar.update()
                 self.tell(f"finished  {r}" + ("" if s.retained is None else f"  {s.retained:.3f}"))
+        # whatever is on the disk counts, also what another command runs
         running = [s for s in states.values() if s.state == "running"]
         left = len(states) - len(self.seen) - len(running) - len(failed)
         self.bar.set_postfix_str(
-            f"{len(running)} running "
-            f"({', '.join(f'{100 * s.share:.0f} %' for s in running[:8])}), {left} to "
-            f"come, {len(failed)} failed"
-            if running
-            else f"{left} to come, {len(failed)} failed"
+            f"{len(running)} running ({', '.join(f'{100 * s.share:.0f} %' for s in running[:8])}), "
+            f"{left} to come, {len(failed)} failed"
+            if running else f"{left} to come, {len(failed)} failed"
         )
         return states
 
@@ -297,44 +300,39 @@ def run_grid(
     local runs write a checkpoint; Slurm's jobs go on, and the same call watches them again."""
     options, results_dir = options or GridOptions(), Path(results_dir)
     jobs, watch, failed, told = (
-        Jobs(runs, results_dir, options, name),
-        Watch(runs, results_dir, name, quiet),
-        {},
-        set(),
+        Jobs(runs, results_dir, options, name), Watch(runs, results_dir, name, quiet), {}, set()
     )
     jobs.attach()
     try:
         while True:
+            # jobs first: a run that ends between the two looks is then seen as finished
             ended, states = jobs.ended(), watch.look(failed)
             for r in [r for r, s in states.items() if s.state == "finished" and r not in told]:
                 told.add(r); on_finished(r)
+            # a run whose jobs are over and that is not finished: another try, or a reason
             active = {r for r, _ in jobs.active}
             for r, word in ended.items():
                 if (why := _why(states[r], word, jobs.tries[r] > options.retries)):
                     failed[r] = why; watch.tell(f"FAILED    {r}: {why.splitlines()[0]}")
+            # what nobody works on, here or elsewhere
             todo = [
-                r
-                for r, s in states.items()
+                r for r, s in states.items()
                 if s.state not in ("finished", "running") and r not in failed and r not in active
             ]
             if not todo and not active and not any(s.state == "running" for s in states.values()):
                 break
-            free = (
-                len(todo)
-                if options.where == "slurm"
-                else max(
-                    0,
-                    options.workers
-                    - sum(s.state == "running" and r not in active for r, s in states.items())
-                    - len(jobs.active),
-                )
-            )
+            # Slurm holds back by itself; here runs that others work on take a place too
+            free = len(todo) if options.where == "slurm" else max(
+                0, options.workers
+                - sum(s.state == "running" and r not in active for r, s in states.items())
+                - len(jobs.active))
             if todo[:free]: jobs.submit(todo[:free])
             time.sleep(look_s or (10 if options.where == "slurm" else 1))
     except KeyboardInterrupt:
         _stopped(jobs, watch)
         raise
     finally: watch.bar.close()
+    # the reason here is better than the state on the disk, which a kill has left
     return [
         RunState(**vars(s) | dict(state="failed", told=failed[r])) if r in failed else s
         for r, s in states.items()
@@ -354,8 +352,8 @@ def _stopped(jobs, watch):
     if jobs.options.where == "slurm":
         watch.tell("the jobs go on; the same command watches them again, scancel ends them"); return
     watch.tell(
-        f"{len(jobs.active)} runs end their step and write a checkpoint; the same command "
-        "goes on. Once more leaves at once"
+        f"{len(jobs.active)} runs end their step and write a checkpoint; "
+        "the same command goes on. Once more leaves at once"
     )
     jobs.stop()
     while any(not job.done() for job in jobs.active.values()): time.sleep(.2)
@@ -370,28 +368,20 @@ def told_before(
     total, devices = [0., 0.], set()
     for r, p in runs.items():
         there = run_state(results_dir, r).state == "finished"
-        device, hours = (
-            ("", [0.0, 0.0])
-            if there
-            else next(
-                iter(
-                    plan_numbers(
-                        make_plan({k: v for k, v in p.items() if k not in ("n_trials", "search")})
-                    )["hours"].items()
-                )
-            )
-        )
+        # the plan of the run alone: how long a search takes depends on what it prunes
+        device, hours = ("", [0.0, 0.0]) if there else next(iter(plan_numbers(
+            make_plan({k: v for k, v in p.items() if k not in ("n_trials", "search")})
+        )["hours"].items()))
         devices.add(device)
         total = [a + b for a, b in zip(total, hours)]
         print(
             "there already     " if there else f"{60 * hours[0]:5.1f} to {60 * hours[1]:5.1f} min",
-            r,
-            {k: v for k, v in p.items() if k not in ("results_dir", "run_id")},
+            r, {k: v for k, v in p.items() if k not in ("results_dir", "run_id")},
         )
     print(
-        f"{len(runs)} runs, {60 * total[0] / workers:.0f} to {60 * total[1] / workers:.0f} "
-        f"minutes with {workers} workers on "
-        f"{' and '.join(sorted(devices - {''})) or 'nothing'}"
+        f"{len(runs)} runs, "
+        f"{60 * total[0] / workers:.0f} to {60 * total[1] / workers:.0f} minutes "
+        f"with {workers} workers on {' and '.join(sorted(devices - {''})) or 'nothing'}"
         + (", searches not counted" if any(p.get("n_trials") for p in runs.values()) else "")
     )
 
@@ -402,66 +392,53 @@ def grid_parser(
 ) -> argparse.ArgumentParser:
     "What the command line of a grid takes."
     parser = argparse.ArgumentParser(
-        called,
-        **further,
-        description="Run every combination of a grid file, on this machine or on Slurm. The same "
-        "command goes on where it was stopped and tries again what failed.",
+        called, **further,
+        description="Run every combination of a grid file, on this machine or on Slurm. "
+        "The same command goes on where it was stopped and tries again what failed.",
     )
+    # what is run
     parser.add_argument("grid", type=Path, help="YAML: name, base, axes, pairs")
     parser.add_argument(
-        "changes",
-        nargs="*",
-        metavar="NAME=VALUE",
+        "changes", nargs="*", metavar="NAME=VALUE",
         help="parameters of every run, over those of the file",
     )
     parser.add_argument("--results-dir", default="runs/grid")
     parser.add_argument("--pairs", type=int, help="only the first (seed, order) pairs")
     parser.add_argument(
-        "--only",
-        nargs="+",
-        default=["*"],
-        metavar="RUN_ID",
+        "--only", nargs="+", default=["*"], metavar="RUN_ID",
         help="only these runs; * stands for anything",
     )
+    # where and how
     parser.add_argument("--workers", type=int, default=2, help="runs at once")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
     parser.add_argument(
-        "--processes", type=int, default=1, help="processes (GPUs) that share each run"
-    )
+        "--processes", type=int, default=1, help="processes (GPUs) that share each run")
     parser.add_argument(
-        "--search-workers", type=int, default=1, help="jobs that share the trials of each search"
-    )
+        "--search-workers", type=int, default=1, help="jobs that share the trials of each search")
     parser.add_argument("--cluster", default="auto", help="auto, local or slurm")
     parser.add_argument(
-        "--slurm",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
+        "--slurm", nargs="+", default=[], metavar="NAME=VALUE",
         help="options of sbatch, such as partition=gpu gpus_per_node=1 mem=64GB account=...",
     )
     parser.add_argument(
-        "--timeout-h",
-        type=float,
-        default=24.0,
+        "--timeout-h", type=float, default=24.0,
         help="hours of a Slurm job; a longer run goes on in the next",
     )
+    # how it is watched, and what becomes of it
     parser.add_argument("--retries", type=int, default=2, help="of a run that was killed")
     parser.add_argument(
-        "--look-s", type=float, help="seconds between two looks; otherwise 1, and 10 on Slurm"
-    )
+        "--look-s", type=float, help="seconds between two looks; otherwise 1, and 10 on Slurm")
     parser.add_argument("--records", type=Path, help="folder for a small record of each run")
     parser.add_argument(
-        "--evaluate",
-        action="store_true",
-        help="when all runs are finished, compare them: tables, figures and metrics.json, as "
-        "nbs/95_evaluate.ipynb does",
+        "--evaluate", action="store_true",
+        help="when all runs are finished, compare them: "
+        "tables, figures and metrics.json, as nbs/95_evaluate.ipynb does",
     )
+    # asked without running anything
     parser.add_argument(
-        "--dry-run", action="store_true", help="list the runs and about how long they take"
-    )
+        "--dry-run", action="store_true", help="list the runs and about how long they take")
     parser.add_argument(
-        "--status", action="store_true", help="say how far all runs are, and start nothing"
-    )
+        "--status", action="store_true", help="say how far all runs are, and start nothing")
     return parser
 
 # %% ../../nbs/jobs/11_grid.ipynb #14f624cf
@@ -473,7 +450,7 @@ def main(
     "The command line of a grid."
     args = grid_parser(called).parse_intermixed_args(arguments)
     main_thread = threading.current_thread() is threading.main_thread()
-    # local runs are to be stopped in order
+    # by default it would end this process and leave its local runs
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main_thread else None
     try: return _command(args, records, called)
     finally: signal.signal(signal.SIGTERM, before) if main_thread else None
@@ -483,63 +460,48 @@ def _command(args, records, called):
     "What `main` does, once it is clear what was asked for."
     try:
         grid = load_grid(args.grid)
-        changes = read_arguments(
-            args.changes
-            + ([f"training.num_processes={args.processes}"] if args.processes > 1 else [])
-        )
-        base = {
-            **grid["base"],
-            **{
-                k: (
-                    grid["base"].get(k, {}) | v
-                    if isinstance(v, dict) and isinstance(grid["base"].get(k, {}), dict)
-                    else v
-                )
-                for k, v in changes.items()
-            },
-        }
+        # how many processes share a run is a parameter of it, and part of its name
+        changes = read_arguments(args.changes + (
+            [f"training.num_processes={args.processes}"] if args.processes > 1 else []))
+        base = {**grid["base"], **{
+            k: grid["base"].get(k, {}) | v
+            if isinstance(v, dict) and isinstance(grid["base"].get(k, {}), dict) else v
+            for k, v in changes.items()
+        }}
+        # names are only known once all runs are resolved
         runs = {
-            r: p
-            for r, p in named_runs(
-                combinations(grid | dict(base=base), args.pairs), args.results_dir
-            ).items()
+            r: p for r, p in named_runs(
+                combinations(grid | dict(base=base), args.pairs), args.results_dir).items()
             if any(fnmatch.fnmatch(r, o) for o in args.only)
         }
         if not runs:
             raise ValueError(
-                f"--only {' '.join(args.only)}: none of the grid's runs has such a name"
-            )
+                f"--only {' '.join(args.only)}: none of the grid's runs has such a name")
+        # two questions that start nothing
         if args.status: return _status(runs, args.results_dir, grid["name"])
         if args.dry_run: told_before(runs, args.results_dir, args.workers); return 0
         options = GridOptions(
-            args.workers,
-            args.threads,
-            args.processes,
-            args.search_workers,
-            args.cluster,
-            read_arguments(args.slurm),
-            args.timeout_h,
-            args.retries,
+            args.workers, args.threads, args.processes, args.search_workers, args.cluster,
+            read_arguments(args.slurm), args.timeout_h, args.retries,
         )
-        out, command = args.records or records(grid["name"]), " ".join(
-            [called, str(args.grid), *args.changes]
+        # a small record as soon as a run is finished, so that a grid that is stopped has some
+        out, command = (
+            args.records or records(grid["name"]),
+            " ".join([called, str(args.grid), *args.changes]),
         )
         keep = lambda r: (
-            write_compact(Path(args.results_dir) / r / "record.json", Path(out), command)
-            if out
-            else None
-        )
+            write_compact(Path(args.results_dir)/r/"record.json", Path(out), command)
+            if out else None)
         states = run_grid(runs, args.results_dir, options, grid["name"], keep, look_s=args.look_s)
     except ValueError as e:
         print(e, file=sys.stderr)
         return 2
     except KeyboardInterrupt: return 130
+    # tables of half a grid would compare unlike with unlike
     failed = _summary(states, args.results_dir, out)
     if args.evaluate and not failed:
-        print(
-            *(x for x in evaluate_runs(args.results_dir, list(runs)) if isinstance(x, Table)),
-            sep="\n\n",
-        )
+        print(*(x for x in evaluate_runs(args.results_dir, list(runs)) if isinstance(x, Table)),
+              sep="\n\n")
     return failed
 
 # %% ../../nbs/jobs/11_grid.ipynb #f0c21fb2
@@ -566,5 +528,5 @@ def _summary(states, results_dir, out):
 # %% ../../nbs/jobs/11_grid.ipynb #1598ff18
 #| eval: false
 if __name__ == "__main__":
-    # jobs name their function by its module, which is not __main__
+    # pickled from here, a job would look for its class in __main__
     sys.exit(importlib.import_module("himalaya_hest.jobs.grid").main())

@@ -29,10 +29,11 @@ def load_grid(
     try: grid = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
         raise ValueError(f"grid file {path} cannot be read: {e}") from e
+    # the keys of the file, a misspelt one with the name it is nearest to
     if not isinstance(grid, dict):
         raise ValueError(
-            f"grid file {path} holds {type(grid).__name__}, expected names and values: "
-            f"{', '.join(KEYS)}"
+            f"grid file {path} holds {type(grid).__name__}, "
+            f"expected names and values: {', '.join(KEYS)}"
         )
     for key in grid:
         if key not in KEYS:
@@ -40,26 +41,27 @@ def load_grid(
                 f"grid file {path} has the unknown key {key!r}{nearest(str(key), KEYS)} "
                 f"Known: {', '.join(KEYS)}"
             )
+    # each axis is a list of values, also where there is one value
     axes = grid.get("axes")
     if not isinstance(axes, list) or not axes or not all(isinstance(a, dict) for a in axes):
         raise ValueError(
-            f"grid file {path}: axes is {axes!r}, expected a list of dictionaries "
-            "parameter: [values]"
+            f"grid file {path}: axes is {axes!r}, "
+            "expected a list of dictionaries parameter: [values]"
         )
     for a in axes:
         for name, values in a.items():
             if name != "pairs" and (not isinstance(values, list) or not values):
                 raise ValueError(
-                    f"grid file {path}: axis {name} is {values!r}, expected a list of "
-                    f"values, such as [{values!r}]"
+                    f"grid file {path}: axis {name} is {values!r}, "
+                    f"expected a list of values, such as [{values!r}]"
                 )
+    # true would count as 1
     for pairs in (grid.get("pairs"), *(a.get("pairs") for a in axes)):
         if pairs is not None and (
-            not isinstance(pairs, int) or isinstance(pairs, bool) or pairs < 1
-        ):
+                not isinstance(pairs, int) or isinstance(pairs, bool) or pairs < 1):
             raise ValueError(
-                f"grid file {path}: pairs is {pairs!r}, expected how often each run is "
-                "repeated, at least 1"
+                f"grid file {path}: pairs is {pairs!r}, "
+                "expected how often each run is repeated, at least 1"
             )
     return dict(name=Path(path).stem, base={}) | grid
 
@@ -74,11 +76,13 @@ def combinations(
         axes = dict(axes)
         repeated = axes.pop("pairs", grid.get("pairs"))
         for values in itertools.product(*axes.values()):
+            # a copy, since nested parameters are set inside of it
             run = json.loads(json.dumps(grid.get("base", {})))
             for name, value in zip(axes, values):
                 outer, dot, inner = name.partition(".")
                 if dot: run.setdefault(outer, {})[inner] = value
                 else: run[name] = value
+            # a pair is both seeds at once; a run with seeds of its own counts by these
             for i in range(repeated or 1):
                 if pairs is None or max(i, run.get("seed", 0)) < pairs:
                     runs.append((i, run | (dict(seed=i, order_seed=i) if repeated else {})))
@@ -102,23 +106,9 @@ def named_runs(
 
 # %% ../../nbs/jobs/10_grid_runs.ipynb #1d35d22a
 KEPT = (
-    "run_id",
-    "role",
-    "config",
-    "summary",
-    "matrix",
-    "tasks",
-    "world",
-    "versions",
-    "device",
-    "code_version",
-    "method_versions",
-    "bytes",
-    "kept_bytes",
-    "dictionary",
-    "row_values",
-    "searched",
-    "tracker",
+    "run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device",
+    "code_version", "method_versions", "bytes", "kept_bytes", "dictionary", "row_values",
+    "searched", "tracker",
 )
 OF_TASK = ("name", "kind", "metric", "group", "shared_instruction", "chance", "steps")
 
@@ -130,17 +120,16 @@ def compact(
     it, rounded to four places."""
     out = {"command": command} | {k: record[k] for k in KEPT if k in record}
     out["matrix"] = [[None if x is None else round(x, 4) for x in row] for row in record["matrix"]]
-    # after the last task
-    out["scores"] = [
-        {
-            task: {k: round(v, 4) if isinstance(v, float) else v for k, v in metrics.items()}
-            for task, metrics in record["scores"][-1].items()
-        }
-    ]
-    out["config"] = {
-        k: v for k, v in out["config"].items() if k not in ("results_dir", "cache_dir", "overwrite")
-    }
+    # of all that is measured beside the score only what it was after the last task
+    out["scores"] = [{
+        task: {k: round(v, 4) if isinstance(v, float) else v for k, v in metrics.items()}
+        for task, metrics in record["scores"][-1].items()
+    }]
+    # where a run was stored says nothing about it
+    out["config"] = {k: v for k, v in out["config"].items()
+                     if k not in ("results_dir", "cache_dir", "overwrite")}
     out["task_info"] = [{k: task.get(k) for k in OF_TASK} for task in record["task_info"]]
+    # a study of energy has one task, and shows its history
     if "energy" in record: out |= dict(energy=record["energy"], history=record["history"])
     if "search" in record:
         out["search"] = {k: record["search"][k] for k in ("name", "n_trials", "best")}
@@ -156,9 +145,8 @@ def write_compact(
     record = read_record(source)
     text = json.dumps(compact(record, command), ensure_ascii=False, separators=(",", ":"))
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{record['run_id']}.json").write_text(
-        text.replace('],[', '],\n[').replace(',"', ',\n"') + "\n", encoding="utf-8"
-    )
+    (out/f"{record['run_id']}.json").write_text(
+        text.replace('],[', '],\n[').replace(',"', ',\n"') + "\n", encoding="utf-8")
 
 # %% ../../nbs/jobs/10_grid_runs.ipynb #cc0493f1
 @dataclass
@@ -175,7 +163,8 @@ class RunState:
     told: str = "" # the error, or who works on it
     @property
     def share(self) -> float:
-        return 1. if self.state == "finished" else self.steps / self.n_steps if self.n_steps else 0.
+        return (1. if self.state == "finished"
+                else self.steps / self.n_steps if self.n_steps else 0.)
 
 # %% ../../nbs/jobs/10_grid_runs.ipynb #4ff5ea93
 def reports_folder(results_dir: str | Path) -> Path: return Path(results_dir)/".grid"
@@ -195,36 +184,28 @@ def run_state(
     folder, reports = Path(results_dir)/run_id, reports_folder(results_dir)
     if (record := read_json(folder/"record.json")) and "summary" in record:
         return RunState(
-            run_id,
-            "finished",
-            len(record["tasks"]),
-            len(record["tasks"]),
+            run_id, "finished", len(record["tasks"]), len(record["tasks"]),
             retained=record["summary"].get("average_accuracy"),
         )
+    # how far it was when it was last heard of, whoever works on it now
     p, report = read_json(folder/"progress.json"), read_json(reports/f"{run_id}.json")
     far = dict(
-        tasks=p.get("tasks", 0),
-        n_tasks=p.get("n_tasks", 0),
-        steps=p.get("steps", 0),
-        n_steps=p.get("n_steps", 0),
-        retained=p.get("retained"),
+        tasks=p.get("tasks", 0), n_tasks=p.get("n_tasks", 0), steps=p.get("steps", 0),
+        n_steps=p.get("n_steps", 0), retained=p.get("retained"),
     )
+    # a lock that is held is the only proof that somebody works
     if who := held_by(folder.with_name(f".{run_id}.lock")):
-        left = (
-            p["wall_s"] / p["steps"] * (p["n_steps"] - p["steps"])
-            if p.get("steps") and p.get("wall_s")
-            else None
-        )
+        left = (p["wall_s"] / p["steps"] * (p["n_steps"] - p["steps"])
+                if p.get("steps") and p.get("wall_s") else None)
         return RunState(run_id, "running", **far, left_s=left, told=who)
+    # nobody does: what its job said last
     if report.get("state") == "failed":
         return RunState(run_id, "failed", **far, told=report.get("error", ""))
     if report.get("state") == "queued":
         return RunState(
-            run_id, "queued", **far, told=f"job {report['job']}" if report.get("job") else ""
-        )
-    return RunState(
-        run_id, "interrupted" if folder.exists() else "waiting", **far, told=report.get("error", "")
-    )
+            run_id, "queued", **far, told=f"job {report['job']}" if report.get("job") else "")
+    return RunState(run_id, "interrupted" if folder.exists() else "waiting", **far,
+                    told=report.get("error", ""))
 
 # %% ../../nbs/jobs/10_grid_runs.ipynb #a5ebbf4e
 ORDER = ("failed", "running", "interrupted", "queued", "waiting", "finished")
@@ -234,26 +215,18 @@ def states_table(
     title: str = "Runs",
 ) -> Table:
     "One row a run, what needs a look first."
+    # one unit is enough for an estimate
     span = lambda s: (
-        ""
-        if s is None
-        else f"{s / 3600:.1f} h" if s >= 3600 else f"{s / 60:.0f} min" if s >= 60 else f"{s:.0f} s"
+        "" if s is None else f"{s / 3600:.1f} h" if s >= 3600
+        else f"{s / 60:.0f} min" if s >= 60 else f"{s:.0f} s"
     )
-    rows = [
-        [
-            s.run_id,
-            s.state,
-            f"{s.tasks}/{s.n_tasks}" if s.n_tasks else "",
-            f"{100 * s.share:.0f} %",
-            s.retained,
-            span(s.left_s),
-            s.told,
-        ]
-        for s in sorted(states, key=lambda s: ORDER.index(s.state))
-    ]
+    rows = [[
+        s.run_id, s.state, f"{s.tasks}/{s.n_tasks}" if s.n_tasks else "",
+        f"{100 * s.share:.0f} %", s.retained, span(s.left_s), s.told,
+    ] for s in sorted(states, key=lambda s: ORDER.index(s.state))]
+    # the title counts the other way round: what is done first
     n = {k: sum(s.state == k for s in states) for k in ORDER}
     return Table(
         f"{title}: " + ", ".join(f"{n[k]} {k}" for k in ORDER[::-1] if n[k]),
-        ["run", "state", "tasks", "steps", "mean score", "left", "told"],
-        rows,
+        ["run", "state", "tasks", "steps", "mean score", "left", "told"], rows,
     )

@@ -25,9 +25,11 @@ def main(
         record = run_continual(read_arguments(arguments))
         if is_main_process() and "summary" in record:
             folder = Path(record["config"]["results_dir"])/record["run_id"]
+            # what is there, and what can be done with it next
             print(
                 f"\n{record}\n\n{folder}: "
-                f"{', '.join(sorted(p.name for p in folder.iterdir() if not p.name.startswith('.')))}. "
+                f"""{', '.join(sorted(
+                    p.name for p in folder.iterdir() if not p.name.startswith('.')))}. """
                 f"`himalaya-hest evaluate {folder.parent}` makes figures of it."
             )
     except ValueError as e:

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 # %% ../../nbs/jobs/03_run.ipynb #5982e770
-# which registers the twins of the studies of energy
+# the second registers the twins of the energy studies' data
 import himalaya_hest, himalaya_hest.streams.long_world
 from ..bridge.saved import save_adapter
 from ..streams.batching import Collator, TaskLoader, as_asked
@@ -101,35 +101,33 @@ def held_as(
 ) -> dict: # keyword arguments of from_pretrained
     """How a backbone's tensors are held; `ValueError` where 4 bits are asked for without
     bitsandbytes."""
+    # on a GPU a backbone keeps the type that it was published in
     kind = dict(
-        auto="auto" if torch.cuda.is_available() else torch.float32,
-        float32=torch.float32,
+        auto="auto" if torch.cuda.is_available() else torch.float32, float32=torch.float32,
         bfloat16=torch.bfloat16,
     )[dtype]
     if quantisation == "none": return dict(dtype=kind)
     if find_spec("bitsandbytes") is None:
         raise ValueError(
-            "quantisation 'nf4' needs the package bitsandbytes: pip install "
-            "'himalaya_hest[nf4]', or set quantisation to none"
+            "quantisation 'nf4' needs the package bitsandbytes: "
+            "pip install 'himalaya_hest[nf4]', or set quantisation to none"
         )
+    # 4 bits are how weights are stored; what is computed with them has a type of its own
     from transformers import BitsAndBytesConfig
     compute = torch.bfloat16 if kind == "auto" else kind
     config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute,
     )
     return dict(
-        dtype=compute,
-        quantization_config=config,
+        dtype=compute, quantization_config=config,
         device_map={"": torch.cuda.current_device()} if torch.cuda.is_available() else None,
     )
 
 # %% ../../nbs/jobs/03_run.ipynb #9faa031f
 NO_TOKENIZER = (
-    "it has no tokenizer that can be read: save it beside the model, with "
-    "tokenizer.save_pretrained"
+    "it has no tokenizer that can be read: "
+    "save it beside the model, with tokenizer.save_pretrained"
 )
 
 def load_tokenizer(
@@ -140,11 +138,11 @@ def load_tokenizer(
     from transformers import AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(model_folder(name) or name),
-            trust_remote_code=False,
+            str(model_folder(name) or name), trust_remote_code=False,
             **dict(revision=revision) if revision else {},
         )
     except (OSError, ValueError) as e: raise ValueError(not_loaded(name, revision, e)) from e
+    # what loads need not be of use
     if not len(tokenizer) or not tokenizer("a b").input_ids:
         raise ValueError(f"model {name!r} cannot be loaded: {NO_TOKENIZER}")
     if tokenizer.eos_token_id is None:
@@ -160,9 +158,10 @@ def load_backbone(
 ) -> tuple: # (frozen model, tokenizer, digest)
     "Load a causal language model, from safetensors and without code of its own, and its tokenizer."
     from transformers import AutoModelForCausalLM
+    # a folder is told by its files, a repository by name and commit
     path, at = model_folder(name), dict(revision=revision) if revision else {}
     held = held_as(dtype, quantisation)
-    # transformers would open weights that somebody proposed in a pull request
+    # otherwise transformers may open weights that somebody proposed in a pull request
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
     tokenizer = load_tokenizer(name, revision)
     try:
@@ -184,8 +183,7 @@ def backbone_digest(model, path: Path | None) -> str:
         ).hexdigest()
     total = hashlib.sha256()
     for file in sorted(
-        p
-        for p in path.iterdir()
+        p for p in path.iterdir()
         if p.suffix in (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt")
     ):
         total.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
@@ -198,41 +196,43 @@ def not_loaded(
     error: Exception, # of from_pretrained
 ) -> str:
     "Why a backbone cannot be loaded, and the way out."
+    # the cause often lies several errors deep
     chain, e = [], error
     while e is not None and e not in chain: chain.append(e); e = e.__cause__ or e.__context__
     kinds, told = {type(x).__name__ for x in chain}, (
         str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     )
+    # what nothing below explains is a name that does not exist
     why = "it is neither 'mini', nor a folder with a model, nor a repository that the hub has"
+    # the hub's refusals, by the names of its errors
     if "GatedRepoError" in kinds:
         why = (
-            f"it is gated: accept its terms on https://huggingface.co/{name}, log in with "
-            "`hf auth login`, or name a copy that is not gated"
+            f"it is gated: accept its terms on https://huggingface.co/{name}, "
+            "log in with `hf auth login`, or name a copy that is not gated"
         )
     elif "RevisionNotFoundError" in kinds:
         why = f"the repository has no revision {revision!r}; give model_revision a commit of it"
     elif kinds & {
-        "OfflineModeIsEnabled",
-        "LocalEntryNotFoundError",
-        "ConnectionError",
-        "ConnectError",
+        "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError",
         "ConnectTimeout",
     }:
         why = (
-            "there is no folder of that name, the hub cannot be reached and there is no "
-            "copy in the cache: set model to a folder that holds it, or go online once "
-            "(and unset HF_HUB_OFFLINE)"
+            "there is no folder of that name, "
+            "the hub cannot be reached and there is no copy in the cache: "
+            "set model to a folder that holds it, or go online once (and unset HF_HUB_OFFLINE)"
         )
+    # what the folder or the repository lacks, by the words of transformers
     elif "instantiate the backend tokenizer" in str(error): why = NO_TOKENIZER
     elif "trust_remote_code" in str(error) or "custom code" in str(error):
         why = (
-            "it needs code of its own, which is never run here: name a model whose "
-            "architecture transformers has"
+            "it needs code of its own, which is never run here: "
+            "name a model whose architecture transformers has"
         )
     elif "safetensors" in str(error):
         why = (
-            "it has no weights in safetensors, and a pickle (pytorch_model.bin) is not "
-            "opened, since it can run code: name a copy in safetensors, or convert it"
+            "it has no weights in safetensors, "
+            "and a pickle (pytorch_model.bin) is not opened, since it can run code: "
+            "name a copy in safetensors, or convert it"
         )
     return f"model {name!r} cannot be loaded: {why} ({told})"
 
@@ -243,13 +243,8 @@ def stream_of(
     """The stream of a run, cut to its first tasks where n_tasks says so; its programs have tests
     only where they may be run."""
     stream = load_stream(config.stream)
-    return replace(
-        stream,
-        tasks=tuple(
-            scored_as(t, config.allow_code_execution)
-            for t in stream.tasks[: config.n_tasks or None]
-        ),
-    )
+    return replace(stream, tasks=tuple(
+        scored_as(t, config.allow_code_execution) for t in stream.tasks[:config.n_tasks or None]))
 
 # %% ../../nbs/jobs/03_run.ipynb #c96c17a4
 def row_length(config: RunConfig, model) -> int: # tokens
@@ -280,13 +275,8 @@ class TaskData:
     def make_loader(self, epoch: int = 0, start: int = 0) -> TaskLoader:
         "The batches of one epoch in their seeded order, from micro-batch `start` on."
         return TaskLoader(
-            self.train,
-            self.collator,
-            self.batch_size,
-            seed=mixed_seed(self.seed, self.task.name),
-            start_step=start,
-            epoch=epoch,
-            num_workers=self.num_workers,
+            self.train, self.collator, self.batch_size, seed=mixed_seed(self.seed, self.task.name),
+            start_step=start, epoch=epoch, num_workers=self.num_workers,
         )
     @property
     def n_batches(self) -> int: return len(self.make_loader())
@@ -303,70 +293,45 @@ def load_tasks(
 ) -> dict[str, TaskData]:
     "Materialise all tasks: tokenised once, Arrow files in the cache."
     training, evaluation, out, cuts = config.training, config.evaluation, {}, {}
+    # the tokenizer's digest names the files in the cache, which runs share
     kw = dict(
-        tokenizer=tokenizer,
-        max_length=max_length,
-        cache_dir=config.cache_dir,
+        tokenizer=tokenizer, max_length=max_length, cache_dir=config.cache_dir,
         tokenizer_key=tokenizer_digest(tokenizer),
     )
+    # an instruction may be changed in training, in evaluation, or in both
     trained, evaluated = (s.tasks for s in instructed(stream, config.instructions, config.stream))
     marked = marks_instruction(config.instructions)
     with progress(list(zip(stream.tasks, trained, evaluated)), desc="data", unit="task") as todo:
         for task, learnt, asked in todo:
-            train = (
-                None
-                if config.protocol == "zero_shot"
-                else materialise(
-                    learnt,
-                    source,
-                    "train",
-                    max_rows=training["max_train_rows"],
-                    label_noise=training["label_noise"],
-                    noise_seed=config.seed,
-                    **kw,
-                )
+            train = None if config.protocol == "zero_shot" else materialise(
+                learnt, source, "train", max_rows=training["max_train_rows"],
+                label_noise=training["label_noise"], noise_seed=config.seed, **kw,
             )
+            # rows after each task, and the larger sample of the end where there is one
             held = materialise(
-                asked, source, "validation", max_rows=evaluation["max_eval_rows"], **kw
-            )
-            final = (
-                materialise(
-                    asked, source, "validation", max_rows=evaluation["final_eval_rows"], **kw
-                )
-                if evaluation["final_eval_rows"]
-                else None
-            )
-            chosen_by = (
-                materialise(
-                    learnt, source, "development", max_rows=evaluation["max_development_rows"], **kw
-                )
-                if training["eval_steps"]
-                else None
-            )
+                asked, source, "validation", max_rows=evaluation["max_eval_rows"], **kw)
+            final = materialise(
+                asked, source, "validation", max_rows=evaluation["final_eval_rows"], **kw
+            ) if evaluation["final_eval_rows"] else None
+            # rows that stop the training are worded as those that train
+            chosen_by = materialise(
+                learnt, source, "development", max_rows=evaluation["max_development_rows"], **kw
+            ) if training["eval_steps"] else None
             development = chosen_by and evaluation_task(
-                task, chosen_by, evaluation["max_new_tokens"], marked
-            )
+                task, chosen_by, evaluation["max_new_tokens"], marked)
             out[task.name] = TaskData(
-                task,
-                train,
-                evaluation_task(task, held, evaluation["max_new_tokens"], marked),
+                task, train, evaluation_task(task, held, evaluation["max_new_tokens"], marked),
                 Collator(tokenizer, marks_instruction=marked),
-                training["per_device_train_batch_size"],
-                config.seed,
-                final,
-                learnt.instruction if tells_hooks(config.instructions) else "",
-                development,
+                training["per_device_train_batch_size"], config.seed, final,
+                learnt.instruction if tells_hooks(config.instructions) else "", development,
                 training["dataloader_num_workers"],
             )
             cuts |= {
-                f"{task.name}, {name}": cut_counts(rows)
-                for name, rows in (
-                    ("train", train),
-                    ("validation", final or held),
-                    ("development", chosen_by),
-                )
-                if rows is not None
+                f"{task.name}, {name}": cut_counts(rows) for name, rows in (
+                    ("train", train), ("validation", final or held), ("development", chosen_by)
+                ) if rows is not None
             }
+            # files of many tasks would otherwise stay open until each is needed
             for rows in (train, held, final, chosen_by):
                 if rows is not None: rows.close()
     tell_cuts(cuts, max_length)
@@ -378,32 +343,28 @@ def tell_cuts(
     max_length: int, # tokens of prompt and target
 ) -> None:
     "Warn of rows that did not fit."
+    # every split goes into the log, the warning has the three worst
     for split, n in cuts.items():
         if n["prompts_cut"] or n["targets_cut"]:
-            log.info(
-                "%s: of %d rows %d prompts and %d targets were cut",
-                split,
-                n["rows"],
-                n["prompts_cut"],
-                n["targets_cut"],
-            )
+            log.info("%s: of %d rows %d prompts and %d targets were cut",
+                     split, n["rows"], n["prompts_cut"], n["targets_cut"])
     total = {k: sum(n[k] for n in cuts.values()) for k in ("rows", "prompts_cut", "targets_cut")}
     if not total["prompts_cut"] and not total["targets_cut"]: return
+    # the splits that lose most are where a longer length helps first
     most = sorted(
         (s for s in cuts if cuts[s]["prompts_cut"] + cuts[s]["targets_cut"]),
         key=lambda s: -cuts[s]["prompts_cut"] - cuts[s]["targets_cut"],
     )[:3]
     shown = "; ".join(
-        f"{s}: {cuts[s]['prompts_cut']} prompts and {cuts[s]['targets_cut']} targets of "
-        f"{cuts[s]['rows']}"
-        for s in most
+        f"{s}: {cuts[s]['prompts_cut']} prompts and {cuts[s]['targets_cut']} targets "
+        f"of {cuts[s]['rows']}" for s in most
     )
     warnings.warn(
-        f"Of {total['rows']} rows, {total['prompts_cut']} prompts were cut in their middle "
-        f"to fit {max_length} tokens, and {total['targets_cut']} targets to fit "
-        "max_new_tokens "
-        f"(most: {shown}). A longer max_length (as far as the model has it) or "
-        "max_new_tokens keeps more; run.log has every split",
+        f"Of {total['rows']} rows, "
+        f"{total['prompts_cut']} prompts were cut in their middle to fit {max_length} tokens, "
+        f"and {total['targets_cut']} targets to fit max_new_tokens (most: {shown}). "
+        "A longer max_length (as far as the model has it) or max_new_tokens keeps more; "
+        "run.log has every split",
         DataWarning,
     )
 
@@ -411,11 +372,13 @@ def tell_cuts(
 @dataclass
 class Position:
     "How far a run has come."
+    # where in the stream
     task: int = 0 # index of the present task
-    # has the present task's training ended, and only its evaluation is missing?
+    # its training has ended, and only its evaluation is missing
     trained: bool = False
     in_task: dict | None = None # step and schedule inside the present task
     global_step: int = 0
+    # what is known so far, of which the record is made
     scores: list = field(default_factory=list) # per finished task {task: metrics}
     history: list = field(default_factory=list)
     life: list = field(default_factory=list) # per finished task what a dictionary did
@@ -438,7 +401,7 @@ class Position:
     n_checkpoints: int = 0
 
 # %% ../../nbs/jobs/03_run.ipynb #2f70ad31
-# see `measures.programs.Execution.protections`; None where no program is run
+# gives what `measures.programs.Execution.protections` says; None where no program is run
 def sandbox_found(config: RunConfig) -> dict | None:
     "Try the sandbox of a run that executes code."
     if not config.allow_code_execution: return None
@@ -446,9 +409,8 @@ def sandbox_found(config: RunConfig) -> dict | None:
     log.info("programs are run: %s", found)
     if weak := [k for k, v in found.items() if v in ("not blocked", "not limited", "writable")]:
         log.warning(
-            "programs of the model are run on this machine without protection of: %s. Use "
-            "a container.",
-            ", ".join(weak),
+            "programs of the model are run on this machine without protection of: %s. "
+            "Use a container.", ", ".join(weak),
         )
     return found
 
@@ -474,23 +436,20 @@ class ContinualRun:
         process: ProcessState | None = None,
     ):
         self.config, self.quiet, self.on_task, self.process = (
-            config,
-            quiet,
-            on_task or (lambda n, retained: None),
-            process or ProcessState(),
+            config, quiet, on_task or (lambda n, retained: None), process or ProcessState()
         )
+        # what a checkpoint restores, and what the process counts on its own
         self.folder = Path(config.results_dir)/config.run_id
         self.position, self.started, self.tracker, self.n_steps = (
-            Position(),
-            time.monotonic(),
-            NoTracker(),
-            0,
+            Position(), time.monotonic(), NoTracker(), 0
         )
+        # what can fail without the backbone goes before it
         self.stream = stream_of(config)
         self.sandbox = sandbox_found(config)
         self.source = get_source(
             config.source, config.data_dir or None, self.stream.world, config.cache_dir
         )
+        # a template that is not used is said: its model may do better with it
         self.model, self.tokenizer, self.backbone = load_backbone(
             config.model, config.model_revision, config.dtype, config.quantisation
         )
@@ -501,46 +460,35 @@ class ContinualRun:
                 "chat_template: true sends prompts through it",
                 config.model,
             )
+        # one process tokenises, the others read its files
         self.max_length = row_length(config, self.model)
         with main_first():
             self.data = load_tasks(
                 config, self.stream, self.source, self.tokenizer, self.max_length, self.progress
             )
         self.order = task_order([t.name for t in self.stream.tasks], config.order_seed)
-        self.kept = (
-            [
-                KeptRows(
-                    self.data[n].train, config.replay_share, mixed_seed(config.seed, "replay", n)
-                )
-                for n in self.order
-            ]
-            if config.protocol == "replay"
-            else []
-        )
+        # replay alone keeps rows of earlier tasks, by a draw of its own
+        self.kept = [
+            KeptRows(self.data[n].train, config.replay_share, mixed_seed(config.seed, "replay", n))
+            for n in self.order
+        ] if config.protocol == "replay" else []
         self.lessons = lessons_of(self)
+        # costs are those of the backbone, so they are counted before an adapter is on it
         self.cost, self.meter = (
-            (
-                forward_cost(self.model),
-                find_meter(
-                    config.energy["energy_meter"], "cuda" if torch.cuda.is_available() else "cpu"
-                ),
-            )
-            if config.energy
-            else (None, None)
-        )
+            forward_cost(self.model),
+            find_meter(
+                config.energy["energy_meter"], "cuda" if torch.cuda.is_available() else "cpu"),
+        ) if config.energy else (None, None)
         self.adapter = build_adapter(
-            config.adapter,
-            self.model,
-            self.tokenizer,
-            config.preset,
-            config.adapter_config,
-            config.ewc or None,
-            config.seed,
+            config.adapter, self.model, self.tokenizer, config.preset, config.adapter_config,
+            config.ewc or None, config.seed,
         )
+        # early stopping first: other hooks then see the best tensors of a task
         self.stopping = early_stopping(self)
         self.adapter.hooks = HookList([*self.stopping, *self.adapter.hooks.hooks, *hooks])
         if config.training["gradient_checkpointing"]:
             self.adapter.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # each task alone needs the adapter as it was before all of them
         self.initial = self.adapter.snapshot() if config.protocol == "single" else None
         self.world = world_of(self)
 
@@ -556,26 +504,18 @@ class ContinualRun:
 def early_stopping(run) -> list[EarlyStopping]: # one, or none where the run has none
     "What stops each task of a run by its development rows."
     training, e, adapter, tokenizer = (
-        run.config.training,
-        run.config.evaluation,
-        run.adapter,
-        run.tokenizer,
+        run.config.training, run.config.evaluation, run.adapter, run.tokenizer
     )
     if not training["eval_steps"]: return []
+    # decoded as the scores that are reported, so that both rank alike
     rows = {n: d.development for n, d in run.data.items()}
     def score_of(name):
         return evaluate(
-            adapter,
-            [rows[name]],
-            tokenizer,
-            e["per_device_eval_batch_size"],
+            adapter, [rows[name]], tokenizer, e["per_device_eval_batch_size"],
             num_beams=e["num_beams"],
         )[0][name]["score"]
-    return [
-        EarlyStopping(
-            adapter, score_of, training["eval_steps"], training["early_stopping_patience"]
-        )
-    ]
+    return [EarlyStopping(
+        adapter, score_of, training["eval_steps"], training["early_stopping_patience"])]
 
 # %% ../../nbs/jobs/03_run.ipynb #e53c9272
 def note_scores(run) -> None:
@@ -583,8 +523,7 @@ def note_scores(run) -> None:
     p = run.position
     for stop in run.stopping:
         begun, known = p.global_step - stop.step, sum(
-            "val_score" in h and h["task"] == stop.task for h in p.history
-        )
+            "val_score" in h and h["task"] == stop.task for h in p.history)
         for step, score in stop.history[known:]:
             p.history.append(dict(step=begun + step, task=stop.task, val_score=score))
             log.info("%s, step %d: %.4f on its development rows", stop.task, step, score)
@@ -593,6 +532,7 @@ def note_scores(run) -> None:
 def _held_to(world):
     return [world["digest"], world["development"]] if "development" in world else world["digest"]
 
+# %% ../../nbs/jobs/03_run.ipynb #4b022232
 def kernels_of(run) -> list[str]: # names
     "Kernels that are not deterministic, of all processes that worked on a run."
     return sorted({*run.position.kernels, *run.process.kernels})
@@ -604,22 +544,20 @@ def save_run(
 ) -> None:
     "Write a checkpoint of a run."
     run.process.check()
+    # the counters move in all processes, so that they stay alike
     p = run.position
     p.in_task, p.kernels = state.meta() if state else None, kernels_of(run)
     p.n_checkpoints += 1
     if not is_main_process(): return
+    # names begin with their kind, by which they are told apart when they are read
     parts = dict(
-        adapter=adapter_tensors(run.adapter),
-        hooks=run.adapter.hooks.state_dict(),
-        moments=state.tensors() if state else {},
-        random=random_states(),
+        adapter=adapter_tensors(run.adapter), hooks=run.adapter.hooks.state_dict(),
+        moments=state.tensors() if state else {}, random=random_states(),
     )
     tensors = {f"{kind}/{n}": t for kind, named in parts.items() for n, t in named.items()}
     meta = asdict(p) | dict(wall_s=run.wall_s())
     save_checkpoint(
-        run.folder / "checkpoints",
-        p.n_checkpoints,
-        tensors,
+        run.folder / "checkpoints", p.n_checkpoints, tensors,
         dict(position=meta, world=_held_to(run.world)),
     )
     write_progress(run)
@@ -633,12 +571,8 @@ def write_progress(run: ContinualRun) -> None:
         h["val_retained_accuracy"] for h in p.history if h.get("val_retained_accuracy") is not None
     ]
     told = dict(
-        tasks=len(p.scores),
-        n_tasks=len(run.order),
-        steps=p.global_step,
-        n_steps=run.n_steps,
-        retained=retained[-1] if retained else None,
-        wall_s=round(run.wall_s(), 1),
+        tasks=len(p.scores), n_tasks=len(run.order), steps=p.global_step, n_steps=run.n_steps,
+        retained=retained[-1] if retained else None, wall_s=round(run.wall_s(), 1),
         skipped_steps=p.skipped_steps,
     )
     try: write_atomic(run.folder/"progress.json", json.dumps(told) + "\n")
@@ -663,29 +597,31 @@ def _position_of(told, run):
     T, known = len(run.order), {f.name for f in fields(Position)}
     begun = f"{run.folder}/checkpoints: its newest checkpoint has"
     way_out = (
-        "it was changed, or another version of this package wrote it: restore it from a "
-        "copy, or remove the folder and begin anew"
+        "it was changed, or another version of this package wrote it: "
+        "restore it from a copy, or remove the folder and begin anew"
     )
+    # names first: a newer version may know more
     if strange := sorted(told.keys() - known):
         raise ValueError(
-            f"{begun} a position with {', '.join(strange)}, which this version does not "
-            f"know; {way_out}"
+            f"{begun} a position with {', '.join(strange)}, "
+            f"which this version does not know; {way_out}"
         )
     p = Position(**told)
+    # then how far: each finished task has its scores
     reached = (p.task in range(len(run.lessons)) or p.task == T) and len(p.scores) == p.task
     if not reached or any(n not in s for n, s in zip(run.order, p.scores)):
         raise ValueError(
             f"{begun} the position task {p.task} with the scores of {len(p.scores)} tasks, "
             f"in a stream of {T}; {way_out}"
         )
+    # and where inside a task, which has only so many steps
     if (
-        p.task < len(run.lessons)
-        and p.in_task
+        p.task < len(run.lessons) and p.in_task
         and not 0 <= p.in_task["step"] <= lesson_steps(run, p.task)
     ):
         raise ValueError(
-            f"{begun} the position step {p.in_task['step']} of task {p.task}, which has "
-            f"{lesson_steps(run, p.task)}; {way_out}"
+            f"{begun} the position step {p.in_task['step']} of task {p.task}, "
+            f"which has {lesson_steps(run, p.task)}; {way_out}"
         )
     return p
 
@@ -698,23 +634,22 @@ def restore_run(
     if found is None: return None
     tensors, meta = found
     part = lambda kind: {
-        n[len(kind) + 1 :]: t for n, t in tensors.items() if n.startswith(kind + "/")
-    }
+        n[len(kind) + 1:]: t for n, t in tensors.items() if n.startswith(kind + "/")}
     if meta["world"] != _held_to(run.world):
         raise ValueError(
-            f"{run.folder}: the data, the stream's file or the backbone changed since this "
-            "run began; restore them, or begin anew under another run_id"
+            f"{run.folder}: the data, the stream's file or the backbone changed "
+            "since this run began; restore them, or begin anew under another run_id"
         )
+    # the random states come after whatever might draw
     run.position = _position_of(meta["position"], run)
     load_adapter_tensors(run.adapter, part("adapter"))
     run.adapter.hooks.load_state_dict(part("hooks"))
     set_random_states(part("random"))
     log.info("resumed at task %d, step %d", run.position.task, run.position.global_step)
+    # between two tasks there is no optimiser to go on with
     if (inside := run.position.in_task) is None: return None
     return TaskState(
-        step=inside["step"],
-        skipped=inside["skipped"],
-        skipped_in_a_row=inside["skipped_in_a_row"],
+        step=inside["step"], skipped=inside["skipped"], skipped_in_a_row=inside["skipped_in_a_row"],
         restored=dict(tensors=part("moments"), scheduler=inside["scheduler"]),
     )
 
@@ -725,25 +660,29 @@ def claim_folder(
     """Make the run's folder, or take up one of the same parameters; `ValueError` names what
     differs, or a folder that holds no run, `StorageError` one that cannot be written."""
     folder = Path(config.results_dir)/config.run_id
+    # a folder of something else is never touched
     if folder.exists() and not (folder/"config.yaml").exists() and any(folder.iterdir()):
         raise ValueError(
-            f"{folder} exists and holds no run (it has no config.yaml), so nothing is "
-            "written there: give another results_dir or run_id"
+            f"{folder} exists and holds no run (it has no config.yaml), "
+            "so nothing is written there: give another results_dir or run_id"
         )
+    # what is removed is a run, and only by request or where nothing would be lost
     differ = _differences(folder/"config.yaml", config) if folder.exists() else []
     finished = (folder/"record.json").exists()
     if config.overwrite and (differ or finished): _remove(folder)
     elif differ and (finished or (folder/"checkpoints").exists()):
         raise ValueError(
-            f"{folder} holds a run with other parameters ({'; '.join(differ)}). Give "
-            "another run_id, or overwrite=True to begin anew."
+            f"{folder} holds a run with other parameters ({'; '.join(differ)}). "
+            "Give another run_id, or overwrite=True to begin anew."
         )
+    # checkpoints are deleted at the end, so they must lie in this folder itself
     if not (folder/"record.json").exists() and (folder/"checkpoints").is_symlink():
         raise ValueError(
             f"{folder/'checkpoints'} is a link to {os.readlink(folder/'checkpoints')}: "
-            "checkpoints are deleted at the end of a run, and a link may lead to "
-            "another's, so none is followed. Move what is there into the run's own "
-            "folder, or give a results_dir on the other disk"
+            "checkpoints are deleted at the end of a run, "
+            "and a link may lead to another's, so none is followed. "
+            "Move what is there into the run's own folder, "
+            "or give a results_dir on the other disk"
         )
     with telling_refusals(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -764,13 +703,12 @@ def _differences(path, config):
     there, here = told_parameters(there), told_parameters(asdict(config))
     names = [k for k in here | there if k not in ("results_dir", "cache_dir", "overwrite")]
     return [
-        f"{k}: {there.get(k)!r} there, {here.get(k)!r} now"
-        for k in names
+        f"{k}: {there.get(k)!r} there, {here.get(k)!r} now" for k in names
         if there and there.get(k) != here.get(k)
     ]
 
 # %% ../../nbs/jobs/03_run.ipynb #edd25a19
-# protocols with one task after another; a joint lesson's name
+# protocols with one task after another, and the name of a joint lesson
 IN_SEQUENCE, ALL_TASKS = ("sequential", "replay"), "all tasks"
 
 def lessons_of(run: ContinualRun) -> list[TaskData]: # empty where nothing is trained
@@ -779,19 +717,14 @@ def lessons_of(run: ContinualRun) -> list[TaskData]: # empty where nothing is tr
     tasks, listed = [run.data[n] for n in run.order], [run.data[t.name] for t in run.stream.tasks]
     if run.config.protocol == "zero_shot": return []
     if run.config.protocol == "joint":
-        return [
-            replace(
-                listed[0],
-                task=replace(listed[0].task, name=ALL_TASKS),
-                train=MixedRows(d.train for d in listed),
-                told="",
-            )
-        ]
-    return (
-        [replace(d, train=MixedRows([d.train, *run.kept[:i]])) for i, d in enumerate(tasks)]
-        if run.kept
-        else tasks
-    )
+        # in the order of the stream's file, which no order_seed changes
+        return [replace(
+            listed[0], task=replace(listed[0].task, name=ALL_TASKS),
+            train=MixedRows(d.train for d in listed), told="",
+        )]
+    return [
+        replace(d, train=MixedRows([d.train, *run.kept[:i]])) for i, d in enumerate(tasks)
+    ] if run.kept else tasks
 
 # %% ../../nbs/jobs/03_run.ipynb #5a6fb54d
 def lesson_steps(
@@ -817,10 +750,12 @@ def run_task(
     "Train the present lesson: hooks at its start, its steps, hooks at its end."
     i, adapter, training = run.position.task, run.adapter, run.config.training
     lesson, n_steps = run.lessons[i], lesson_steps(run, i)
-    own = lesson if run.config.protocol == "joint" else run.data[run.order[i]] # what hooks see
+    # hooks see the task's own rows, also where kept ones are mixed in
+    own = lesson if run.config.protocol == "joint" else run.data[run.order[i]]
     if run.config.protocol == "joint":
-        # as many epochs as the steps need
+        # a joint epoch is long: no more of them than there are steps can be needed
         training = training | dict(num_train_epochs=n_steps, max_steps=n_steps)
+    # a task draws from a seed of its own, so that what came before cannot change it
     if state is None:
         seed_all(mixed_seed(run.config.seed, "task", i))
         if run.initial:
@@ -835,7 +770,7 @@ def run_task(
             adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step
         )
     if num_processes() > 1:
-        # a step moves that of the first process alone
+        # steps move the random state of the first process alone
         set_random_states(tensors_from_main(random_states()))
     adapter.hooks.on_task_end(own.make_loader())
     for d in run.data.values(): d.train.close()
@@ -846,22 +781,15 @@ def evaluate_seen(run: ContinualRun) -> dict: # task → metrics
     p = run.position
     all_seen = run.config.protocol in IN_SEQUENCE and p.task + 1 in run.schedule
     seen = run.order[:p.task + 1] if all_seen else [run.order[p.task]]
+    # hooks of one's own may change anything, so no answer is kept across them
     e = run.config.evaluation
     kept = p.answers if e["reuse_answers"] and not run.config.hooks else None
-    rows = (
-        p.rows
-        if not e["final_eval_rows"]
-        and (p.task + 1 == len(run.order) or run.config.protocol == "single")
-        else None
-    )
+    # values row by row are kept of the last evaluation, unless a larger one follows
+    rows = p.rows if not e["final_eval_rows"] and (
+        p.task + 1 == len(run.order) or run.config.protocol == "single") else None
     scores, confusion = evaluate(
-        run.adapter,
-        [run.data[n].evaluation for n in seen],
-        run.tokenizer,
-        e["per_device_eval_batch_size"],
-        kept,
-        rows,
-        e["num_beams"],
+        run.adapter, [run.data[n].evaluation for n in seen], run.tokenizer,
+        e["per_device_eval_batch_size"], kept, rows, e["num_beams"],
     )
     apart = run.config.protocol not in IN_SEQUENCE
     p.confusion = (p.confusion if apart else {}) | confusion
@@ -873,11 +801,8 @@ def evaluate_all(run: ContinualRun) -> None:
     it."""
     p, e = run.position, run.config.evaluation
     scores, p.confusion = evaluate(
-        run.adapter,
-        [run.data[n].evaluation for n in run.order],
-        run.tokenizer,
-        e["per_device_eval_batch_size"],
-        rows=None if e["final_eval_rows"] else p.rows,
+        run.adapter, [run.data[n].evaluation for n in run.order], run.tokenizer,
+        e["per_device_eval_batch_size"], rows=None if e["final_eval_rows"] else p.rows,
         num_beams=e["num_beams"],
     )
     p.scores = [{n: scores[n] for n in run.order[:i + 1]} for i in range(len(run.order))]
@@ -888,28 +813,22 @@ def _finish_task(run, life):
     "Evaluate after a task, note it, and move on to the next."
     p, name = run.position, run.order[run.position.task]
     scores = evaluate_seen(run)
-    retained = (
-        float(np.mean([s["score"] for s in scores.values()]))
-        if p.task + 1 in run.schedule
-        else None
-    )
+    # a mean over one task alone would look like a retained accuracy and be none
+    retained = (float(np.mean([s["score"] for s in scores.values()]))
+                if p.task + 1 in run.schedule else None)
     p.scores.append(scores)
-    p.history.append(
-        dict(
-            step=p.global_step,
-            task=name,
-            val_retained_accuracy=retained,
-            just_learned=scores[name]["score"],
-        )
-    )
+    p.history.append(dict(
+        step=p.global_step, task=name, val_retained_accuracy=retained,
+        just_learned=scores[name]["score"],
+    ))
     run.tracker.log(p.history, p.scores)
     p.life = life
+    # older checkpoints may lack the bytes of earlier tasks
     p.kept_bytes += [None] * (p.task - len(p.kept_bytes)) + [_kept_bytes(run)]
     p.task, p.trained = p.task + 1, False
     save_run(run)
     shown = f"{name}: {scores[name]['score']:.3f}" + (
-        "" if retained is None else f", retained {retained:.3f}"
-    )
+        "" if retained is None else f", retained {retained:.3f}")
     log.info("%d/%d just learned %s", p.task, len(run.order), shown)
     if retained is not None: run.on_task(p.task, retained)
     return f"{p.task}/{len(run.order)} {shown}"
@@ -931,8 +850,7 @@ def _finish_joint(run):
     "Evaluate what was trained on all tasks."
     evaluate_all(run)
     p, retained = run.position, float(
-        np.mean([s["score"] for s in run.position.scores[-1].values()])
-    )
+        np.mean([s["score"] for s in run.position.scores[-1].values()]))
     p.history.append(dict(step=p.global_step, task=ALL_TASKS, val_retained_accuracy=retained))
     run.tracker.log(p.history, p.scores)
     p.kept_bytes, p.trained = [sum(adapter_bytes(run.adapter).values())] * len(run.order), False
@@ -961,19 +879,19 @@ def tell_skipped(run: ContinualRun, state: TaskState) -> None:
     run.position.skipped_steps += 1
     log.warning(
         "step %d of %s is skipped: its loss or gradient was not finite (loss %s)",
-        state.step,
-        run.lessons[run.position.task].task.name,
-        state.loss,
+        state.step, run.lessons[run.position.task].task.name, state.loss,
     )
 
 # %% ../../nbs/jobs/03_run.ipynb #82bdcbf3
 def train_stream(run: ContinualRun) -> None:
     "All tasks from the run's position on."
+    # what was done before is restored and told, never repeated
     state = restore_run(run)
     tell_tasks(run.on_task, run.position.history, run.order)
     steps = [lesson_steps(run, i) for i in range(len(run.lessons))]
     run.n_steps = sum(steps)
     saved = time.monotonic()
+    # processes that drift apart are found at the first step of a task or at its end
     def same(when):
         if num_processes() > 1:
             check_same(
@@ -985,18 +903,15 @@ def train_stream(run: ContinualRun) -> None:
         run.position.global_step += 1; bar.update()
         note_scores(run)
         run.position.skipped_in_a_row = s.skipped_in_a_row
+        # every tenth loss is enough for a curve, and the last one of a task is always there
         if s.skipped_in_a_row: tell_skipped(run, s)
         elif s.step % 10 == 0 or s.step == steps[run.position.task]:
-            run.position.history.append(
-                dict(
-                    step=run.position.global_step,
-                    task=run.lessons[run.position.task].task.name,
-                    train_loss=s.loss,
-                )
-                | run.adapter.hooks.told()
-            )
+            run.position.history.append(dict(
+                step=run.position.global_step, task=run.lessons[run.position.task].task.name,
+                train_loss=s.loss,
+            ) | run.adapter.hooks.told())
             run.tracker.log(run.position.history, run.position.scores)
-        # a signal may reach one process later than another
+        # a signal may reach one process later than another, and all must stop at one step
         arrived, due = largest(
             run.process.interrupts.arrived or 0,
             time.monotonic() - saved > run.config.training["checkpoint_interval_s"],
@@ -1006,7 +921,7 @@ def train_stream(run: ContinualRun) -> None:
         if arrived or due or s.skipped_in_a_row >= MAX_SKIPPED:
             save_run(run, s); saved = time.monotonic()
         run.process.interrupts.stop()
-    # a message never stands on its line
+    # the bar ends before any error is printed, so that no message stands on its line
     with run.progress(
         range(run.n_steps), initial=run.position.global_step, desc=run.config.adapter, unit="step"
     ) as bar:
@@ -1018,18 +933,15 @@ def train_stream(run: ContinualRun) -> None:
                 note_scores(run)
                 same("at the end")
                 run.position.trained = True; save_run(run)
-            bar.set_postfix_str(
-                _finish_joint(run)
-                if run.config.protocol == "joint"
-                else _finish_task(run, _life(run))
-            )
+            bar.set_postfix_str(_finish_joint(run) if run.config.protocol == "joint"
+                                else _finish_task(run, _life(run)))
 
 # %% ../../nbs/jobs/03_run.ipynb #8e3f2c92
 def _life(run):
     "What became of each task's slots, for a method with a dictionary; tasks by their names."
     if not hasattr(run.adapter.tuner, "dictionary_life"): return []
     hooks = run.adapter.tuner.stream_hooks()
-    # growth that is not told where a task begins
+    # where growth is not told of tasks, slots belong to the segments that it found
     segments = hasattr(hooks, "segment") and not hooks.shared
     return [
         row | dict(task=f"segment {row['task']}" if segments else run.order[row["task"]])
@@ -1046,13 +958,9 @@ def final_tasks(run: ContinualRun) -> list[EvaluationTask]: # in the order train
     "The rows on which each task is evaluated last."
     data, e = [run.data[n] for n in run.order], run.config.evaluation
     return [
-        (
-            evaluation_task(
-                d.task, d.final, e["max_new_tokens"], marks_instruction(run.config.instructions)
-            )
-            if e["final_eval_rows"]
-            else d.evaluation
-        )
+        evaluation_task(
+            d.task, d.final, e["max_new_tokens"], marks_instruction(run.config.instructions)
+        ) if e["final_eval_rows"] else d.evaluation
         for d in data
     ]
 
@@ -1061,18 +969,11 @@ def evaluate_final(run: ContinualRun) -> None:
     "Evaluate all tasks on the rows of the last evaluation, once."
     e = run.config.evaluation
     if not e["final_eval_rows"] or run.position.final: return
-    with (
-        run.adapter.model.disable_adapter()
-        if run.config.protocol == "zero_shot"
-        else contextlib.nullcontext()
-    ):
+    with (run.adapter.model.disable_adapter() if run.config.protocol == "zero_shot"
+          else contextlib.nullcontext()):
         run.position.final, _ = evaluate(
-            run.adapter,
-            final_tasks(run),
-            run.tokenizer,
-            e["per_device_eval_batch_size"],
-            rows=run.position.rows,
-            num_beams=e["num_beams"],
+            run.adapter, final_tasks(run), run.tokenizer, e["per_device_eval_batch_size"],
+            rows=run.position.rows, num_beams=e["num_beams"],
         )
     if run.config.protocol != "zero_shot": save_run(run)
 
@@ -1080,16 +981,13 @@ def evaluate_final(run: ContinualRun) -> None:
 def final_part(run: ContinualRun) -> dict: # for the record; empty without such an evaluation
     "Scores of the last evaluation, with its rows."
     if not (scores := run.position.final): return {}
-    return dict(
-        final=dict(
-            eval_rows=run.config.evaluation["final_eval_rows"],
-            scores=scores,
-            average_accuracy=float(np.mean([s["score"] for s in scores.values()])),
-        )
-    )
+    return dict(final=dict(
+        eval_rows=run.config.evaluation["final_eval_rows"], scores=scores,
+        average_accuracy=float(np.mean([s["score"] for s in scores.values()])),
+    ))
 
 # %% ../../nbs/jobs/03_run.ipynb #cf8b5ea4
-# metric of a task → names in the summary
+# metric of a task → name in the summary → name among its scores
 SCORES = {
     "rouge_l": {"rougeL": "score", "rougeLsum": "rouge_lsum"},
     "label_accuracy": {"accuracy": "score"},
@@ -1100,22 +998,12 @@ def evaluate_energy(run: ContinualRun) -> None:
     e = run.config.evaluation
     if not run.config.energy or run.position.energy: return
     summary, details = energy_part(
-        run.adapter,
-        final_tasks(run)[0],
-        run.tokenizer,
-        run.cost,
-        run.config.energy,
-        e["per_device_eval_batch_size"],
-        e["num_beams"],
-        run.meter,
+        run.adapter, final_tasks(run)[0], run.tokenizer, run.cost, run.config.energy,
+        e["per_device_eval_batch_size"], e["num_beams"], run.meter,
     )
     run.position.energy = dict(summary=summary, details=details)
-    log.info(
-        "an answer costs %.3g J (%s), end-to-end share %.4f",
-        summary["mean_joules_per_sample"],
-        summary["joules_source"],
-        summary["energy_share"],
-    )
+    log.info("an answer costs %.3g J (%s), end-to-end share %.4f",
+             summary["mean_joules_per_sample"], summary["joules_source"], summary["energy_share"])
     save_run(run)
 
 # %% ../../nbs/jobs/03_run.ipynb #c802a420
@@ -1124,22 +1012,18 @@ def energy_summary(run: ContinualRun) -> dict: # empty outside of a study of ene
     if not run.position.energy: return {}
     task, p = run.data[run.order[0]].task, run.position
     scores = (p.final or p.scores[-1])[task.name]
-    return {name: scores[key] for name, key in SCORES.get(task.metric, {}).items()} | p.energy[
-        "summary"
-    ]
+    return ({name: scores[key] for name, key in SCORES.get(task.metric, {}).items()}
+            | p.energy["summary"])
 
 # %% ../../nbs/jobs/03_run.ipynb #33a8f43c
 def write_predictions(run: ContinualRun) -> None:
     "Write {task, row, references, answer} of the last evaluation, a JSON object a line."
     rows = (
         dict(task=t.name, row=i, references=list(t.references[i]), answer=a)
-        for t in final_tasks(run)
-        for i, (a, _) in enumerate(run.position.rows[t.name])
+        for t in final_tasks(run) for i, (a, _) in enumerate(run.position.rows[t.name])
     )
-    write_atomic(
-        run.folder / "predictions.jsonl",
-        "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows),
-    )
+    write_atomic(run.folder/"predictions.jsonl",
+                 "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
 
 # %% ../../nbs/jobs/03_run.ipynb #928e4078
 def score_matrix(
@@ -1150,25 +1034,15 @@ def score_matrix(
 ) -> list[list]: # T rows of T, None where not yet seen, or not evaluated
     "The scores after each task as a matrix for JSON."
     kept = lambda i, n: n in scores[i] and (schedule is None or i + 1 in schedule or n == order[i])
-    return [
-        [scores[i][n]["score"] if kept(i, n) else None for n in order] for i in range(len(scores))
-    ]
+    return [[scores[i][n]["score"] if kept(i, n) else None for n in order]
+            for i in range(len(scores))]
 
 # %% ../../nbs/jobs/03_run.ipynb #66274039
 def versions() -> dict: # package → version
     "Versions of what a run's figures depend on."
     names = (
-        "torch",
-        "transformers",
-        "peft",
-        "accelerate",
-        "datasets",
-        "tokenizers",
-        "safetensors",
-        "numpy",
-        "sacrebleu",
-        "rouge-score",
-        "bitsandbytes",
+        "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors",
+        "numpy", "sacrebleu", "rouge-score", "bitsandbytes",
     )
     out = dict(python=platform.python_version())
     for n in names:
@@ -1186,38 +1060,18 @@ def code_version() -> dict: # package, and git commit where it runs from a clone
     )
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         if (r := git("rev-parse", "HEAD")).returncode == 0:
-            out |= dict(
-                git=r.stdout.strip(),
-                dirty=bool(
-                    git(
-                        "status", "--porcelain", "himalaya_hest", "nbs", ":!nbs/records"
-                    ).stdout.strip()
-                ),
-            )
+            out |= dict(git=r.stdout.strip(), dirty=bool(git(
+                "status", "--porcelain", "himalaya_hest", "nbs", ":!nbs/records").stdout.strip()))
     return out
 
 # %% ../../nbs/jobs/03_run.ipynb #2d550780
 INSTRUCTION_SETS = (
-    "sse4_2",
-    "avx",
-    "f16c",
-    "fma",
-    "avx2",
-    "avx512f",
-    "avx512bw",
-    "avx512vl",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_bf16",
-    "amx_int8",  # x86-64
-    "asimd",
-    "asimddp",
-    "bf16",
-    "i8mm",
-    "sve",
-    "sve2",
-)  # Arm
+    # x86-64
+    "sse4_2", "avx", "f16c", "fma", "avx2", "avx512f", "avx512bw", "avx512vl", "avx512_vnni",
+    "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8",
+    # Arm
+    "asimd", "asimddp", "bf16", "i8mm", "sve", "sve2",
+)
 
 def cpu_info(
     path: str | Path = "/proc/cpuinfo", # Linux's; elsewhere Python's and torch's own words
@@ -1226,12 +1080,13 @@ def cpu_info(
     float hang on them."""
     told = {}
     with contextlib.suppress(OSError):
-        # of the first core
+        # the file has a paragraph a core; the first one is enough
         for line in (
             Path(path).read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
         ):
             key, _, value = line.partition(":")
             told[key.strip().lower()] = value.strip()
+    # x86 calls them flags, Arm features
     known = set((told.get("flags") or told.get("features") or "").split())
     return dict(
         cpu=told.get("model name") or platform.processor() or platform.machine(),
@@ -1244,21 +1099,16 @@ def device_info(model) -> dict:
     "What a run ran on: kind of device, processors and threads; no host name."
     d = next(model.parameters()).device
     name = torch.cuda.get_device_name(d) if d.type == "cuda" else platform.machine()
-    return (
-        dict(
-            type=d.type,
-            name=name,
-            cpu_count=os.cpu_count(),
-            threads=torch.get_num_threads(),
-            system=platform.system(),
-        )
-        | cpu_info()
-    )
+    return dict(
+        type=d.type, name=name, cpu_count=os.cpu_count(), threads=torch.get_num_threads(),
+        system=platform.system(),
+    ) | cpu_info()
 
 # %% ../../nbs/jobs/03_run.ipynb #c76781ce
 def world_of(run: ContinualRun) -> dict:
     "The world of a run and its digest, which no seed changes."
     c, e = run.config, run.config.evaluation
+    # what every run says of its evaluation
     settings = dict(
         max_eval_rows=e["max_eval_rows"],
         max_train_rows=c.training["max_train_rows"],
@@ -1266,40 +1116,34 @@ def world_of(run: ContinualRun) -> dict:
         max_length=run.max_length,
         decoding="greedy" if e["num_beams"] == 1 else f"beams {e['num_beams']}",
     )
+    # what only some runs have, and only where it is not the usual
     if len(run.schedule) < len(run.order): settings["after_tasks"] = run.schedule
     if chat := getattr(run.tokenizer, "chat", None):
         settings["chat_template"] = hashlib.sha256(repr(chat).encode()).hexdigest()
     if c.allow_code_execution: settings["code_execution"] = asdict(Limits())
-    settings |= {
-        k: v
-        for k, v, plain in (
-            ("quantisation", c.quantisation, "none"),
-            ("dtype", c.dtype, "auto"),
-            ("final_eval_rows", e["final_eval_rows"], None),
-            ("num_beams", e["num_beams"], 1),
-        )
-        if v != plain
-    }
+    settings |= {k: v for k, v, plain in (
+        ("quantisation", c.quantisation, "none"), ("dtype", c.dtype, "auto"),
+        ("final_eval_rows", e["final_eval_rows"], None), ("num_beams", e["num_beams"], 1),
+    ) if v != plain}
+    # with changed instructions it is another world, which remembers the one it comes from
     base = dict(settings)
     settings |= instructions_setting(run.stream, c.instructions, c.stream)
     out = dict(
-        stream=run.stream.name,
-        source=c.source,
-        world=run.stream.world,
-        backbone=run.backbone,
+        stream=run.stream.name, source=c.source, world=run.stream.world, backbone=run.backbone,
         evaluation=settings,
     )
+    # the data are named as exactly as their source allows
     if c.source == "mini":
         from himalaya_hest.streams.mini_world import WORLD_VERSION
         out["world_version"] = WORLD_VERSION
     if read := {t.name: r for t in run.stream.tasks if (r := run.source.revisions(t))}:
         out["revisions"] = read
+    # rows that stop the training decide about a model, not about what its score means
     digest = lambda of: world_digest(run.stream, run.source, run.backbone, of, c.cache_dir)
     if c.instructions != "own": out |= dict(instructions=c.instructions, base_digest=digest(base))
     if c.training["eval_steps"]:
         out["development"] = development_digest(
-            run.stream, run.source, e["max_development_rows"], c.cache_dir
-        )
+            run.stream, run.source, e["max_development_rows"], c.cache_dir)
     return out | dict(digest=digest(settings))
 
 # %% ../../nbs/jobs/03_run.ipynb #149c674e
@@ -1311,128 +1155,103 @@ def development_digest(
 ) -> str:
     """SHA-256 over the rows by which training was stopped; they decide about a model, not about
     what its scores mean, and so are no part of the world's digest."""
-    return digest_of(
-        [
-            split_note(t, source, "development", max_rows, cache_dir)["digest"]
-            for t in sorted(stream.tasks, key=lambda t: t.name)
-        ]
-    )
+    return digest_of([
+        split_note(t, source, "development", max_rows, cache_dir)["digest"]
+        for t in sorted(stream.tasks, key=lambda t: t.name)
+    ])
 
 # %% ../../nbs/jobs/03_run.ipynb #4738e5ad
 def task_info(run: ContinualRun) -> list[dict]: # per task, in the order trained
     "What tables say about each task."
     from himalaya_hest.measures.text import chance_level
     out = []
+    # in sequence a lesson may have more rows than its task, the kept ones
     trained = (
-        run.lessons if run.config.protocol in IN_SEQUENCE else [run.data[n] for n in run.order]
-    )
+        run.lessons if run.config.protocol in IN_SEQUENCE else [run.data[n] for n in run.order])
+    # where a task may stop early, the history knows when it did
     ends = [h["step"] for h in run.position.history if "just_learned" in h]
     taken = dict(zip(run.order, np.diff([0, *ends]).tolist())) if run.stopping else {}
-    for t, e, lesson in zip(
-        (run.data[n].task for n in run.order), (run.data[n].evaluation for n in run.order), trained
-    ):
-        out.append(
-            dict(
-                name=t.name,
-                kind=t.kind,
-                metric=t.metric,
-                languages=list(t.languages),
-                group=getattr(t, "group", None),
-                shared_instruction=getattr(t, "shared_instruction", None),
-                chance=chance_level(t.metric, e.labels, [list(r) for r in e.references]),
-                steps=(
-                    taken[t.name]
-                    if taken
-                    else (
-                        steps_of_task(lesson.n_batches, run.config.training)
-                        if lesson.train is not None
-                        else 0
-                    )
-                ),
-            )
-        )
+    for t, e, lesson in zip((run.data[n].task for n in run.order),
+                            (run.data[n].evaluation for n in run.order), trained):
+        out.append(dict(
+            name=t.name, kind=t.kind, metric=t.metric, languages=list(t.languages),
+            # which only tasks of some streams have
+            group=getattr(t, "group", None),
+            shared_instruction=getattr(t, "shared_instruction", None),
+            chance=chance_level(t.metric, e.labels, [list(r) for r in e.references]),
+            steps=taken[t.name] if taken else (
+                steps_of_task(lesson.n_batches, run.config.training)
+                if lesson.train is not None else 0),
+        ))
     return out
 
 # %% ../../nbs/jobs/03_run.ipynb #6b9cd328
 def peak_memory_mb() -> float: # 1 MB = 10⁶ bytes
     "The most memory that this process has held."
-    # Linux, where getrusage would give the parent's where that is larger
+    # on Linux getrusage would give the parent's peak where that is larger
     with contextlib.suppress(OSError):
-        return (
-            int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-            * 1024
-            / 1e6
-        )
+        return int(re.search(
+            r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024 / 1e6
     import resource # not on Windows
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        1e6 if platform.system() == "Darwin" else 1e6 / 1024
-    )
+        1e6 if platform.system() == "Darwin" else 1e6 / 1024)
 
 # %% ../../nbs/jobs/03_run.ipynb #9bac49f1
 def make_record(run: ContinualRun) -> dict:
     "The record of a finished run."
     c, p = run.config, run.position
+    # single keeps one adapter a task, zero_shot none at all
     matrix, sizes = score_matrix(p.scores, run.order, run.schedule), sizes_of(run, len(run.order))
     if c.protocol == "zero_shot": sizes = {}
     adapter_mb = sum(sizes.values()) / 1e6 * (len(run.order) if c.protocol == "single" else 1)
     longest = max((run.data[n].evaluation for n in run.order), key=lambda e: len(e.prompts))
-    overhead = (
-        None
-        if c.protocol in ("single", "zero_shot")
-        else cpu_latency_overhead(
-            run.adapter,
-            longest,
-            run.tokenizer,
-            c.evaluation["latency_pairs"],
-            c.evaluation["latency_new_tokens"],
-        )
+    # where no one adapter holds all tasks there is none to time
+    overhead = None if c.protocol in ("single", "zero_shot") else cpu_latency_overhead(
+        run.adapter, longest, run.tokenizer, c.evaluation["latency_pairs"],
+        c.evaluation["latency_new_tokens"],
     )
-    summary = (
-        continual_summary(matrix)
-        | dict(
-            adapter_mb=adapter_mb,
-            serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0.0,
-            cpu_latency_overhead=overhead,
-            wall_s=round(run.wall_s(), 2),
-            peak_memory_mb=round(peak_memory_mb(), 1),
-        )
-        | energy_summary(run)
-    )
-    return (
-        dict(
-            run_id=c.run_id,
-            role=c.role,
-            config=asdict(c),
-            summary=summary,
-            matrix=matrix,
-            tasks=run.order,
-            history=p.history,
-            world=run.world,
-            versions=versions(),
-            device=device_info(run.adapter.model),
-            code_version=code_version(),
-            method_versions=method_versions(c.adapter),
-            scores=p.scores,
-            bytes=sizes,
-            kept_bytes=p.kept_bytes,
-            dictionary=p.life,
-            confusion=p.confusion,
-            task_info=task_info(run),
-            row_values={n: [v for _, v in p.rows[n]] for n in run.order},
-            faults=dict(skipped_steps=p.skipped_steps) | faults_of(run),
-            nondeterministic_kernels=kernels_of(run),
-            searched=searched_defaults(c.adapter, c.preset, c.scale),
-        )
-        | final_part(run)
-        | ({"energy": p.energy["details"]} if p.energy else {})
-        | ({"code_execution": run.sandbox} if run.sandbox else {})
-    )
+    summary = continual_summary(matrix) | dict(
+        adapter_mb=adapter_mb, serving_mb=serving_bytes(run.adapter) / 1e6 if sizes else 0.0,
+        cpu_latency_overhead=overhead, wall_s=round(run.wall_s(), 2),
+        peak_memory_mb=round(peak_memory_mb(), 1),
+    ) | energy_summary(run)
+    return dict(
+        # what it was asked for, and what it gave
+        run_id=c.run_id,
+        role=c.role,
+        config=asdict(c),
+        summary=summary,
+        matrix=matrix,
+        tasks=run.order,
+        history=p.history,
+        # on what, and with what
+        world=run.world,
+        versions=versions(),
+        device=device_info(run.adapter.model),
+        code_version=code_version(),
+        method_versions=method_versions(c.adapter),
+        # in detail
+        scores=p.scores,
+        bytes=sizes,
+        kept_bytes=p.kept_bytes,
+        dictionary=p.life,
+        confusion=p.confusion,
+        task_info=task_info(run),
+        row_values={n: [v for _, v in p.rows[n]] for n in run.order},
+        # what went wrong, what may come out otherwise, and what a search had set
+        faults=dict(skipped_steps=p.skipped_steps) | faults_of(run),
+        nondeterministic_kernels=kernels_of(run),
+        searched=searched_defaults(c.adapter, c.preset, c.scale),
+    ) | final_part(run) | (
+        {"energy": p.energy["details"]} if p.energy else {}
+    ) | ({"code_execution": run.sandbox} if run.sandbox else {})
 
 # %% ../../nbs/jobs/03_run.ipynb #5e29327b
 @contextlib.contextmanager
 def _logged(folder):
     "Write the package's log into run.log, and leave torch's random state as it was."
     handler, show = logging.FileHandler(folder/"run.log", encoding="utf-8"), warnings.showwarning
+    # warnings of other libraries go into the log alone, ours are shown as well
     def log_warning(message, category, *args, **kw):
         log.warning("%s: %s", category.__name__, message)
         if issubclass(category, (DataWarning, CheckpointWarning)):
@@ -1441,7 +1260,9 @@ def _logged(folder):
     handler.setFormatter(ScrubbedFormatter("%(asctime)s %(levelname)s %(message)s"))
     level = log.level
     log.addHandler(handler); log.setLevel(logging.INFO)
+    # a notebook's random state is not the run's to move
     states = random_states()
+    # the log says why a run stopped, also where nobody looks at the screen
     try: yield
     except (KeyboardInterrupt, Terminated) as e:
         log.info(
@@ -1462,6 +1283,7 @@ def fetch_data(
     config: RunConfig, # resolved
 ) -> dict: # task → its rows, as a run reads them
     "Download and tokenise all rows of a run into its cache."
+    # as long as the run will have them, or its cache would be another
     tokenizer = load_tokenizer(config.model, config.model_revision)
     length = min(
         config.training["max_length"] or 1024,
@@ -1469,16 +1291,15 @@ def fetch_data(
     )
     stream = stream_of(config)
     return load_tasks(
-        config,
-        stream,
+        config, stream,
         get_source(config.source, config.data_dir or None, stream.world, config.cache_dir),
-        as_asked(tokenizer, config.chat_template),
-        length,
+        as_asked(tokenizer, config.chat_template), length,
     )
 
 # %% ../../nbs/jobs/03_run.ipynb #7577dee7
 def _hook_names(given, hooks):
     "Class names of the hooks; `ValueError` for what is no hook, and where a run file names others."
+    # a class in the place of an instance is the usual mistake
     for h in hooks:
         if not isinstance(h, StreamHooks):
             raise ValueError(
@@ -1486,10 +1307,11 @@ def _hook_names(given, hooks):
                 + (f": give {h.__name__}(...)" if isinstance(h, type) else "")
             )
     names = [type(h).__name__ for h in hooks]
+    # a run that is taken up must be driven by what drove it before
     if given.get("hooks") and given["hooks"] != names:
         raise ValueError(
-            f"this run is driven by the hooks {given['hooks']}, but run_continual was "
-            f"given {names}: pass hooks=[...] of those classes"
+            f"this run is driven by the hooks {given['hooks']}, "
+            f"but run_continual was given {names}: pass hooks=[...] of those classes"
         )
     return names
 
@@ -1505,12 +1327,15 @@ def run_continual(
     `{results_dir}/{run_id}/`. With `dry_run` nothing runs and nothing is written."""
     start_processes()
     given = config if isinstance(config, dict) else asdict(config)
+    # a plan is made before anything is touched
     if given.get("dry_run") not in (None, False, "false"):
         plan = make_plan(given | dict(hooks=_hook_names(given, hooks)))
         if is_main_process(): print(plan_text(plan))
         return dict(plan=plan_numbers(plan))
+    # every mistake among the parameters is found here, in all processes
     asked = resolve(with_processes(given) | dict(hooks=_hook_names(given, hooks)))
     if not is_main_process(): return _follow(asked, hooks)
+    # from here on one process decides, and says what to the others
     with Leading() as others:
         _check_mirror(asked, given)
         config, found = _searched(asked, quiet)
@@ -1519,34 +1344,26 @@ def run_continual(
             record = Record(_shown(finished, config, on_task))
             others.say(json.dumps(dict(record=record)).encode())
             return record
+        # workers of one search all come here, and only one of them runs its result
         with (
             Interrupts() as interrupts,
-            locked(
-                finished.parent.with_name(f".{config.run_id}.lock"), wait=found is not None
-            ) as lock,
+            locked(finished.parent.with_name(f".{config.run_id}.lock"),
+                   wait=found is not None) as lock,
         ):
-            if lock.waited and finished.exists(): # by another worker of the same search
+            # finished while this worker waited
+            if lock.waited and finished.exists():
                 record = read_record(finished)
                 others.say(json.dumps(dict(record=record)).encode())
                 return record
             folder = claim_folder(config)
             others.say(b"{}")
+            # where the disk refuses, the last checkpoint is what is left
             with (
-                _logged(folder),
-                telling_refusals(folder, kept=_KEPT, of=FULL),
+                _logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL),
                 deterministic_kernels() as kernels,
             ):
-                return Record(
-                    _run(
-                        config,
-                        folder,
-                        found,
-                        quiet,
-                        hooks,
-                        on_task,
-                        ProcessState(interrupts, lock.check, kernels),
-                    )
-                )
+                return Record(_run(config, folder, found, quiet, hooks, on_task,
+                                   ProcessState(interrupts, lock.check, kernels)))
 
 # %% ../../nbs/jobs/03_run.ipynb #7a57b449
 def _shown(finished, config, on_task):
@@ -1567,23 +1384,12 @@ def _follow(config, hooks):
     log.addHandler(handler)
     try:
         with (
-            Interrupts() as interrupts,
-            warnings.catch_warnings(),
+            Interrupts() as interrupts, warnings.catch_warnings(),
             deterministic_kernels() as kernels,
         ):
             warnings.simplefilter("ignore")
-            return Record(
-                _recorded(
-                    config,
-                    None,
-                    None,
-                    True,
-                    hooks,
-                    None,
-                    NoTracker(),
-                    ProcessState(interrupts, kernels=kernels),
-                )
-            )
+            return Record(_recorded(config, None, None, True, hooks, None, NoTracker(),
+                                    ProcessState(interrupts, kernels=kernels)))
     finally: log.removeHandler(handler)
 
 _KEPT = "The last checkpoint is whole, if there was one: the same command goes on from it."
@@ -1606,52 +1412,46 @@ def _searched(config, quiet):
     if not config.n_trials: return config, None
     if config.hooks:
         raise ValueError(
-            f"parameter n_trials = {config.n_trials}, but hooks of one's own cannot be "
-            "made afresh for each trial; search without them, or give their settings "
-            "yourself"
+            f"parameter n_trials = {config.n_trials}, "
+            "but hooks of one's own cannot be made afresh for each trial; "
+            "search without them, or give their settings yourself"
         )
+    # a full disk ends a search as gently as a run
     with telling_refusals(
         Path(config.results_dir),
-        kept="What was tried is kept: the same command goes on from there.",
-        of=FULL,
+        kept="What was tried is kept: the same command goes on from there.", of=FULL,
     ):
         found = search(
-            config,
-            lambda parameters, on_task: run_continual(parameters, quiet=True, on_task=on_task),
-            quiet=quiet,
-        )
+            config, lambda parameters, on_task: run_continual(
+                parameters, quiet=True, on_task=on_task), quiet=quiet)
     return resolve(with_setting(config, found["best"]["setting"])), found
 
 # %% ../../nbs/jobs/03_run.ipynb #9764126a
 def _same_input(record, config):
     "Refuse to show a finished run whose stream file or data have changed since."
     stream, world = stream_of(config), record.get("world") or {}
+    # without the world's digest nothing could be compared
     if lost := {"digest", "backbone", "evaluation"} - world.keys():
         raise ValueError(
             f"the record of run {config.run_id} does not say its world's "
-            f"{', '.join(sorted(lost))}: it was changed; delete the run's folder, or "
-            "overwrite=True, and run it again"
+            f"{', '.join(sorted(lost))}: it was changed; "
+            "delete the run's folder, or overwrite=True, and run it again"
         )
     source = get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
-    worded = instructions_setting(stream, config.instructions, config.stream).get(
-        "instructions"
-    ) == world["evaluation"].get("instructions")
-    chosen = (
-        "development" not in world
-        or development_digest(
-            stream, source, config.evaluation["max_development_rows"], config.cache_dir
-        )
-        == world["development"]
+    # the instructions, the rows that stopped it, and then all the rest
+    worded = (
+        instructions_setting(stream, config.instructions, config.stream).get("instructions")
+        == world["evaluation"].get("instructions")
     )
-    if (
-        not worded
-        or not chosen
-        or world_digest(stream, source, world["backbone"], world["evaluation"], config.cache_dir)
-        != world["digest"]
-    ):
+    chosen = "development" not in world or development_digest(
+        stream, source, config.evaluation["max_development_rows"], config.cache_dir
+    ) == world["development"]
+    if not worded or not chosen or world_digest(
+        stream, source, world["backbone"], world["evaluation"], config.cache_dir
+    ) != world["digest"]:
         raise ValueError(
-            f"run {config.run_id} is finished, but its stream file or its data have "
-            "changed since: give another run_id, or overwrite=True to run it again"
+            f"run {config.run_id} is finished, but its stream file or its data have changed since: "
+            "give another run_id, or overwrite=True to run it again"
         )
 
 # %% ../../nbs/jobs/03_run.ipynb #d63fa93b
@@ -1668,20 +1468,15 @@ def _run(config, folder, found, quiet, hooks, on_task, process):
 # %% ../../nbs/jobs/03_run.ipynb #ffaf0268
 def _write_record(folder, record):
     write_atomic(
-        folder / "record.json",
-        scrub(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)) + "\n",
-    )
+        folder/"record.json",
+        scrub(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)) + "\n")
     return record
 
 # %% ../../nbs/jobs/03_run.ipynb #1efe655f
 def _recorded(config, folder, found, quiet, hooks, on_task, tracker, process):
-    log.info(
-        "run %s: adapter %s, preset %s, protocol %s",
-        config.run_id,
-        config.adapter,
-        config.preset,
-        config.protocol,
-    )
+    log.info("run %s: adapter %s, preset %s, protocol %s",
+             config.run_id, config.adapter, config.preset, config.protocol)
+    # before the first step all processes must stand on the same data
     run = ContinualRun(config, quiet, hooks, on_task, process)
     run.tracker, process.doing = tracker, "evaluation"
     run.accelerator = start_processes()
@@ -1690,6 +1485,7 @@ def _recorded(config, folder, found, quiet, hooks, on_task, tracker, process):
     if config.protocol == "zero_shot": evaluate_backbone(run)
     else: train_stream(run)
     evaluate_final(run)
+    # what is measured last is measured with the machine to itself
     if not is_main_process(): return json.loads(followed())
     with Leading() as others:
         with as_only_process(): record = _concluded(run, folder, found, tracker)
@@ -1700,23 +1496,18 @@ def _recorded(config, folder, found, quiet, hooks, on_task, tracker, process):
 def _concluded(run, folder, found, tracker):
     "What one process does at the end: measure, and write what a run leaves behind."
     evaluate_energy(run)
-    config, record = run.config, make_record(run) | ({"search": found} if found else {}) | dict(
-        tracker=tracker.told()
-    )
+    config, record = run.config, (
+        make_record(run) | ({"search": found} if found else {}) | dict(tracker=tracker.told()))
     if config.protocol not in ("single", "zero_shot"):
         save_adapter(run.adapter.model, folder/"adapter")
         # a record that says finished never stands beside files that a power cut has emptied
         sync_tree(folder/"adapter")
     write_predictions(run)
     _write_record(folder, record)
+    # the record is there, so nothing is left to go on from
     shutil.rmtree(folder/"checkpoints", ignore_errors=True)
     (folder/"progress.json").unlink(missing_ok=True)
-    log.info(
-        "finished in %.1f s: %s",
-        record["summary"]["wall_s"],
-        {
-            k: record["summary"][k]
-            for k in ("retained_accuracy_auc", "average_accuracy", "average_forgetting")
-        },
-    )
+    log.info("finished in %.1f s: %s", record["summary"]["wall_s"], {
+        k: record["summary"][k]
+        for k in ("retained_accuracy_auc", "average_accuracy", "average_forgetting")})
     return record

@@ -36,16 +36,13 @@ def _linear(low, high, start): return dict(low=low, high=high, log=False, start=
 def _any(choices, start): return dict(choices=choices, start=start)
 
 LR, DECAY, BETA2, LAMBDA = (
-    "training.learning_rate",
-    "training.weight_decay",
-    "training.adam_beta2",
-    "ewc.strength",
+    "training.learning_rate", "training.weight_decay", "training.adam_beta2", "ewc.strength"
 )
 TAU, ALPHA, FACTORS = "adapter_config.temperature", "adapter_config.dual_rate", "adapter_config.k"
 FOUNDING_LAMBDA = 1e-2, 1.
+# rates of unit vectors, which have nothing in common with those of the rivals
 _OURS = {
-    LR: _log(3e-3, 3e-2, 1e-2),
-    "adapter_config.gamma": _log(2.0, 16.0, 4.0),
+    LR: _log(3e-3, 3e-2, 1e-2), "adapter_config.gamma": _log(2.0, 16.0, 4.0),
     "adapter_config.vector_rate": _log(20.0, 180.0, 60.0),
 }
 _TREE = {
@@ -55,13 +52,12 @@ _TREE = {
 }
 _USUAL = {LR: _log(1e-4, 5e-2, 5e-3), BETA2: _any([.95, .999], .999)}
 _EWC = {LAMBDA: _log(1e-2, 1e3, .3)}
-SPACES = {  # of the mini scale; "method", "method+ewc" or "method:preset"
+# of the mini scale; "method", "method+ewc" or "method:preset"
+SPACES = {
     "himalaya": _OURS,
     "himalaya:published": {LR: _log(1e-4, 5e-2, 5e-3), **_TREE, DECAY: _linear(0.0, 0.01, 0.0)},
     "himalaya:published_gain": {
-        LR: _log(1e-4, 5e-2, 5e-3),
-        **_TREE,
-        DECAY: _linear(0.0, 0.01, 0.0),
+        LR: _log(1e-4, 5e-2, 5e-3), **_TREE, DECAY: _linear(0.0, 0.01, 0.0)
     },
     "lora-bank": {
         LR: _log(3e-3, 1e-1, 1e-2),
@@ -72,14 +68,13 @@ SPACES = {  # of the mini scale; "method", "method+ewc" or "method:preset"
     "gpm-lora": _USUAL | {"adapter_config.energy": _linear(0.9, 0.995, 0.97)},
     "lilac+ewc": _USUAL | _EWC | {"adapter_config.rank": _any([4, 8], 4)},
 }
+# of the larger scales; "" is the part that every rival has
 FOUNDING = {
     "": {LR: _log(1e-5, 3e-4, 1e-4), DECAY: _linear(0.0, 0.01, 0.0)},
     "himalaya": _OURS,
     "himalaya:published": {LR: _log(1e-5, 3e-4, 2e-4), **_TREE, DECAY: _linear(0.0, 0.01, 1e-3)},
     "himalaya:published_gain": {
-        LR: _log(1e-5, 3e-4, 2e-4),
-        **_TREE,
-        DECAY: _linear(0.0, 0.01, 1e-3),
+        LR: _log(1e-5, 3e-4, 2e-4), **_TREE, DECAY: _linear(0.0, 0.01, 1e-3)
     },
     "lora-bank": {
         LR: _log(3e-3, 1e-1, 1e-2),
@@ -96,7 +91,6 @@ FOUNDING = {
 
 # %% ../../nbs/jobs/01_search.ipynb #d2f2bee8
 _NOISE, _PRICE = {TAU: _linear(.4, 1., 2 / 3)}, {ALPHA: _log(.01, .2, .05)}
-# beside the learning rate, at every scale
 GATED = {
     "hest": {FACTORS: _any([16, 32, 64], 32)} | _NOISE | _PRICE,
     "tabs": _NOISE,
@@ -116,17 +110,19 @@ def search_space(
 ) -> dict: # parameter → {low, high, log, start} or {choices, start}
     "What is searched for an adapter."
     method, with_ewc = parse_adapter(adapter)
+    # a preset of ours has a space of its own
     name = f"{method}:{preset}" if preset != "default" else adapter.lower()
     table = SPACES if scale == "mini" else FOUNDING
-    rate = (
-        start_training(adapter, preset, scale) | energy_training(adapter, preset, scale, study)
-    )["learning_rate"]
+    # the search starts at the rate of a run that is not searched
+    rate = (start_training(adapter, preset, scale)
+            | energy_training(adapter, preset, scale, study))["learning_rate"]
+    # a study of energy: every rival gets the same axes, a gated method its own beside them
     if method in GATED or (study != "continual25" and scale != "mini"):
         return (
             {LR: _log(1e-4, 5e-2, rate), BETA2: _USUAL[BETA2]}
-            if scale == "mini"
-            else {LR: _log(1e-5, 5e-4, rate)} | _BATCHES
+            if scale == "mini" else {LR: _log(1e-5, 5e-4, rate)} | _BATCHES
         ) | GATED.get(method, {})
+    # continual learning: the method's own entry, or what all rivals share
     if name in table: return dict(table[name])
     if scale != "mini":
         return FOUNDING[""] | ({LAMBDA: _log(*FOUNDING_LAMBDA, .4)} if with_ewc else {})
@@ -145,6 +141,7 @@ def check_space(
             "{training.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}}"
         )
     out = {name: _checked_range(name, given) for name, given in space.items()}
+    # a name that the run does not have fails here, at the values the search starts with
     resolve(
         with_setting(config, {name: r["start"] for name, r in out.items()}, n_trials=0, search={})
     )
@@ -154,18 +151,17 @@ def check_space(
 def space_of(config: RunConfig) -> dict: # checked
     "The space that a run asks for, or its adapter's."
     return check_space(
-        config.search["space"]
-        or search_space(config.adapter, config.preset, config.scale, config.study),
-        config,
-    )
+        config.search["space"] or search_space(
+            config.adapter, config.preset, config.scale, config.study), config)
 
 # %% ../../nbs/jobs/01_search.ipynb #d67e71a7
 def _checked_range(name, given):
     known = ("low", "high", "log", "start", "choices")
+    # a bare value, or a misspelt key, would otherwise be searched as something else
     if not isinstance(given, dict):
         raise ValueError(
-            f"parameter search.space has {given!r} for {name}, expected {{low, high, log}} "
-            f"or {{choices}}"
+            f"parameter search.space has {given!r} for {name}, "
+            f"expected {{low, high, log}} or {{choices}}"
         )
     for key in given:
         if key not in known:
@@ -173,6 +169,7 @@ def _checked_range(name, given):
                 f"parameter search.space.{name} has the unknown key "
                 f"{key!r}{nearest(key, known)} Known: {', '.join(known)}"
             )
+    # a list of choices starts at its first unless told otherwise
     if "choices" in given:
         choices = given["choices"]
         if not isinstance(choices, (list, tuple)) or not choices:
@@ -180,24 +177,23 @@ def _checked_range(name, given):
                 f"parameter search.space.{name} has choices {choices!r}, expected a list"
             )
         return dict(choices=list(choices), start=given.get("start", choices[0]))
+    # a range needs two finite numbers in order, and a logarithm positive ones
     low, high = given.get("low"), given.get("high")
     if (
-        not all(
-            isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
-            for v in (low, high)
-        )
+        not all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
+                for v in (low, high))
         or not low < high
         or (given.get("log") and low <= 0)
     ):
         raise ValueError(
-            f"parameter search.space.{name} goes from {low!r} to {high!r}; expected two "
-            "numbers, the first smaller" + (", both positive (log)" if given.get("log") else "")
+            f"parameter search.space.{name} goes from {low!r} to {high!r}; "
+            "expected two numbers, the first smaller"
+            + (", both positive (log)" if given.get("log") else "")
         )
+    # whole numbers stay whole: the type of the lower bound is that of the start
     scale = bool(given.get("log", False))
     return dict(
-        low=low,
-        high=high,
-        log=scale,
+        low=low, high=high, log=scale,
         start=given.get("start", type(low)(math.sqrt(low * high) if scale else (low + high) / 2)),
     )
 
@@ -230,16 +226,16 @@ def study_name(
     space: dict, # checked
 ) -> str:
     "The name of a study: the adapter, and a digest of all that decides about a trial's score."
+    # whatever would change a score changes the name, and so begins another journal
     judged = resolve(_of_trial(config, {n: r["start"] for n, r in space.items()}))
-    told = json.dumps(
-        [
-            space,
-            {k: config.search[k] for k in ("seed", "prune")},
-            parameters_digest(judged, ignore=_STORAGE + ("role",)),
-        ],
-        sort_keys=True,
+    told = json.dumps([
+        space, {k: config.search[k] for k in ("seed", "prune")},
+        parameters_digest(judged, ignore=_STORAGE + ("role",)),
+    ], sort_keys=True)
+    return (
+        f"{config.adapter}-{config.preset}-{Path(config.search['stream']).stem}-"
+        f"{config.protocol}-{hashlib.sha256(told.encode()).hexdigest()[:6]}"
     )
-    return f"{config.adapter}-{config.preset}-{Path(config.search['stream']).stem}-{config.protocol}-{hashlib.sha256(told.encode()).hexdigest()[:6]}"
 
 # %% ../../nbs/jobs/01_search.ipynb #824a1963
 def _of_trial(config, setting, **changed):
@@ -248,16 +244,8 @@ def _of_trial(config, setting, **changed):
     quick = config.evaluation | dict(latency_pairs=0, final_eval_rows=None, after_tasks=None)
     counted_only = config.energy and config.energy | dict(latency_samples=0, energy_meter="none")
     return with_setting(
-        config,
-        setting,
-        stream=s["stream"],
-        source="",
-        n_tasks=s["n_tasks"],
-        n_trials=0,
-        search={},
-        tracker="off",
-        evaluation=quick,
-        energy=counted_only,
+        config, setting, stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={},
+        tracker="off", evaluation=quick, energy=counted_only,
         **({"run_id": "", "seed": s["seed"], "order_seed": s["seed"]} | changed),
     )
 
@@ -287,6 +275,7 @@ def open_study(
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
     folder.mkdir(parents=True, exist_ok=True)
     path = str(folder/f"{name}.journal")
+    # a torn line is cut off before anybody reads or appends
     if Path(path).exists(): cut_torn_line(path, JournalFileOpenLock(path))
     storage = optuna.storages.JournalStorage(
         JournalFileBackend(path, lock_obj=JournalFileOpenLock(path))
@@ -305,7 +294,8 @@ def sampler_of(
     import warnings
     import optuna
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore") # of multivariate, which Optuna calls experimental
+        # multivariate is what Optuna calls experimental, and warns of each time
+        warnings.simplefilter("ignore")
         return optuna.samplers.TPESampler(
             seed=1000 * seed + number, n_startup_trials=max(3, n_trials // 3), multivariate=True
         )
@@ -314,11 +304,8 @@ def sampler_of(
 def suggest(trial, space: dict) -> dict: # parameter → value
     "A setting for a trial."
     draw = lambda name, r: (
-        trial.suggest_categorical(name, r["choices"])
-        if "choices" in r
-        else (
-            trial.suggest_int
-            if isinstance(r["low"], int) and isinstance(r["high"], int)
+        trial.suggest_categorical(name, r["choices"]) if "choices" in r else (
+            trial.suggest_int if isinstance(r["low"], int) and isinstance(r["high"], int)
             else trial.suggest_float
         )(name, r["low"], r["high"], log=r["log"])
     )
@@ -337,16 +324,17 @@ def take_back(
     for t in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if not leases.take(str(t.number)): continue
         try:
+            # killed while it was drawn: what it had been given before, if anything
             setting = (
-                t.params if t.params.keys() == set(names) else t.system_attrs.get("fixed_params")
-            )
+                t.params if t.params.keys() == set(names) else t.system_attrs.get("fixed_params"))
+            # the next to take it goes on from the checkpoint of the first
             attrs = {k: t.user_attrs.get(k, t.number) for k in ("goes_on", "draw")}
             queued = [
                 w.user_attrs.get("goes_on")
                 for w in study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
             ]
             if setting and attrs["goes_on"] not in queued:
-                # in the queue already where we were killed right here
+                # unless an earlier rescuer was killed between this line and the next
                 study.enqueue_trial(setting, user_attrs=attrs)
             study.tell(t.number, state=TrialState.FAIL)
         finally: leases.release(str(t.number))
@@ -358,8 +346,7 @@ def counted(
     "Trials that ended or are on their way; not those that a killed process left."
     import optuna
     return [
-        t
-        for t in trials
+        t for t in trials
         if t.state not in (optuna.trial.TrialState.FAIL, optuna.trial.TrialState.WAITING)
     ]
 
@@ -380,10 +367,11 @@ def next_trial(
     drawn."""
     with locked(leases.folder/"next.lock", wait=True, tell=log.debug):
         take_back(study, leases, space)
+        # the smallest number that nobody has drawn, which after a kill may lie between others
         drawn = {draw_of(t) for t in counted(study.get_trials(deepcopy=False))}
         if len(drawn) >= config.n_trials: return None
         number = next(k for k in range(len(drawn) + 1) if k not in drawn)
-        # the first is given
+        # draw 0 is given and needs no sampler
         study.sampler = sampler_of(config.search["seed"], config.n_trials, max(1, number))
         trial = study.ask()
         leases.take(str(trial.number))
@@ -407,26 +395,25 @@ def search(
     "Search the settings of an adapter on its development stream."
     import optuna
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # every worker opens the same study, named after what decides about its scores
     space, begun = space_of(config), time.monotonic()
     folder, name = Path(folder or Path(config.results_dir)/"search"), study_name(config, space)
     study, place = open_study(folder, name), folder/name
     place.mkdir(exist_ok=True)
+    # the start of the space is the first trial, and only one worker may put it there
     with locked(place/"start.lock", wait=True, tell=log.debug):
         if not study.get_trials(deepcopy=False):
             study.enqueue_trial({n: r["start"] for n, r in space.items()})
-    in_time = (
-        lambda: config.search["timeout_s"] is None
+    in_time = lambda: (
+        config.search["timeout_s"] is None
         or time.monotonic() - begun < config.search["timeout_s"]
     )
     with Leases(place) as leases:
         while in_time():
-            study.pruner = (
-                optuna.pruners.MedianPruner(
-                    n_startup_trials=max(3, config.n_trials // 3), n_warmup_steps=2
-                )
-                if config.search["prune"]
-                else optuna.pruners.NopPruner()
-            )
+            # nothing is given up before there is a median to fall behind
+            study.pruner = optuna.pruners.MedianPruner(
+                n_startup_trials=max(3, config.n_trials // 3), n_warmup_steps=2
+            ) if config.search["prune"] else optuna.pruners.NopPruner()
             if (taken := next_trial(study, leases, config, space)) is None:
                 if not others_run(study): break
                 # a worker may die, and its trial is then taken over here
@@ -435,6 +422,7 @@ def search(
             trial, setting = taken
             try: _run_trial(study, trial, setting, config, run, place, quiet)
             finally: leases.release(str(trial.number))
+        # one lucky run does not win: the best are run again with other seeds and orders
         finals = _finals(study, config, run, leases, quiet)
     return study_record(study, config, space, finals)
 
@@ -443,14 +431,17 @@ LOOK_S = .5 # between two looks at the trials of others
 # %% ../../nbs/jobs/01_search.ipynb #8cee6fad
 def _run_trial(study, trial, setting, config, run, place, quiet):
     import optuna
+    # after each task the pruner is told the area so far, which at the end is the score
     curve, start = [], time.monotonic()
     def on_task(n, retained):
         curve.append(retained)
         trial.set_user_attr("curve", curve)
         trial.report(sum(curve) / len(curve), n)
         if trial.should_prune(): raise GivenUp(f"behind after {n} tasks")
+    # a setting that was taken over goes on in the folder where it began
     first = trial.user_attrs.get("goes_on", trial.number)
     parameters = _of_trial(config, setting, results_dir=str(place), run_id=f"trial-{first}")
+    # falling behind and diverging are results of a trial, every other error is one of the run
     state, value = optuna.trial.TrialState.COMPLETE, None
     try:
         record = run(parameters, on_task)
@@ -459,6 +450,7 @@ def _run_trial(study, trial, setting, config, run, place, quiet):
         trial.set_user_attr("world", record["world"]["digest"])
     except GivenUp: state = optuna.trial.TrialState.PRUNED
     except FloatingPointError as e: value = 0.; trial.set_user_attr("why", str(e))
+    # told to the journal first: what is printed may be lost
     trial.set_user_attr("wall_s", round(time.monotonic() - start, 1))
     study.tell(trial, value, state=state)
     told = "given up" if value is None else f"{value:.3f}"
@@ -500,10 +492,9 @@ def _finals(study, config, run, leases, quiet):
     """AUC of each finalist over the further pairs; a run of another worker is left to that worker,
     and looked at again until it has ended or its worker is gone."""
     best, further, out = (
-        finalists(study, config.search["finalists"]),
-        range(1, config.search["pairs"]),
-        {},
+        finalists(study, config.search["finalists"]), range(1, config.search["pairs"]), {}
     )
+    # with one finalist there is nothing to decide
     if len(best) < 2 or not further: return {}
     todo = [(t, i) for t in best for i in further]
     while left := [x for x in todo if (x[0].number, x[1]) not in out]:
@@ -519,6 +510,7 @@ def _finals(study, config, run, leases, quiet):
                     f"{out[t.number, i]:.3f}",
                     flush=True,
                 )
+        # all that is left is in other hands: wait, and take over from who dies
         if not free: time.sleep(LOOK_S)
     return out
 
@@ -526,11 +518,7 @@ def _finals(study, config, run, leases, quiet):
 def _run_final(trial, i, config, run, place):
     seed = config.search["seed"] + i
     parameters = _of_trial(
-        config,
-        trial.params,
-        seed=seed,
-        order_seed=seed,
-        results_dir=str(place),
+        config, trial.params, seed=seed, order_seed=seed, results_dir=str(place),
         run_id=f"trial-{trial.number}-pair-{i}",
     )
     try: return _judged(run(parameters, lambda n, retained: None), parameters)[0]
@@ -544,6 +532,7 @@ def study_record(
     finals: dict, # (number of a finalist, pair) → its AUC
 ) -> dict: # JSON
     "A search as a record; the best is the finalist with the best mean."
+    # every trial is told, also those that were given up, since a search is judged by them too
     rows = [
         dict(
             number=t.number,
@@ -562,6 +551,7 @@ def study_record(
             f"none of the {len(rows)} trials of search {study.study_name!r} ended; give it "
             "more time (search.timeout_s), or look into the run.log of its trials"
         )
+    # of a finalist all runs count, of any other the one that it had
     judged = {
         n: [r["auc"]] + [v for (m, _), v in sorted(finals.items()) if m == n]
         for n, r in ((r["number"], r) for r in done)
@@ -569,14 +559,10 @@ def study_record(
     for r in done:
         if len(judged[r["number"]]) > 1: r["pairs"] = judged[r["number"]]
     best = max([r for r in done if "pairs" in r] or done, key=lambda r: sum(judged[r["number"]]))
+    # all trials have one world; one that was given up has no record to take it from
     world = next(
-        (
-            t.user_attrs["world"]
-            for t in study.get_trials(deepcopy=False)
-            if "world" in t.user_attrs
-        ),
-        None,
-    )
+        (t.user_attrs["world"] for t in study.get_trials(deepcopy=False)
+         if "world" in t.user_attrs), None)
     return dict(
         name=study.study_name,
         adapter=config.adapter,
@@ -620,6 +606,7 @@ def dead_parameters(
     space = space_of(config)
     start, out = {n: r["start"] for n, r in space.items()}, {}
     for i, (name, r) in enumerate(space.items()):
+        # the two ends of the range, everything else where the search starts
         ends = (r["choices"][0], r["choices"][-1]) if "choices" in r else (r["low"], r["high"])
         runs = []
         for k, end in enumerate(ends):
@@ -630,6 +617,7 @@ def dead_parameters(
                 parameters | dict(n_tasks=min(n_tasks, config.search["n_tasks"])),
                 lambda n, retained: None,
             )
+            # times differ between two runs, losses and scores of a dead parameter do not
             runs.append(([h.get("train_loss") for h in record["history"]], record["matrix"]))
         out[name] = runs[0] == runs[1]
     return out
@@ -659,8 +647,7 @@ def _best_lambda(found):
     if LAMBDA not in found["space"]: return None
     scored = [
         (FOUNDING_LAMBDA[0] <= t["setting"][LAMBDA] <= FOUNDING_LAMBDA[1], t["auc"])
-        for t in found["trials"]
-        if t["state"] == "complete"
+        for t in found["trials"] if t["state"] == "complete"
     ]
     return " / ".join(
         f"{max(aucs):.3f}" if (aucs := [a for inside, a in scored if inside == i]) else "none"
@@ -679,27 +666,20 @@ def searches_table(
 ):
     """One row a search: trials, mean AUC of the start and of the best over the same pairs, the best
     setting, the parameters that are dead."""
+    # only what is not the usual is said beside the adapter's name
     called = lambda r: " ".join(
-        [r["adapter"]]
-        + [r["preset"]] * (r["preset"] != "default")
+        [r["adapter"]] + [r["preset"]] * (r["preset"] != "default")
         + [f"({r['protocol']})"] * (r["protocol"] != "sequential")
     )
     mean = lambda values: sum(values) / len(values)
-    rows = [
-        [
-            called(r),
-            r["n_trials"],
-            sum(t["state"] == "pruned" for t in r["trials"]),
-            mean(r["trials"][0].get("pairs", [r["trials"][0]["auc"]])),
-            r["best"]["mean_auc"],
-            r["best"]["pairs"],
-            _told_setting(r),
-            _best_lambda(r),
-            ", ".join(n.split(".", 1)[1] for n, dead in r.get("dead", {}).items() if dead)
-            or "none",
-        ]
-        for r in found
-    ]
+    rows = [[
+        called(r), r["n_trials"], sum(t["state"] == "pruned" for t in r["trials"]),
+        # the start is a finalist where there were finals
+        mean(r["trials"][0].get("pairs", [r["trials"][0]["auc"]])),
+        r["best"]["mean_auc"], r["best"]["pairs"], _told_setting(r), _best_lambda(r),
+        ", ".join(n.split(".", 1)[1] for n, dead in r.get("dead", {}).items() if dead) or "none",
+    ] for r in found]
+    # all searches of a table have one stream and one number of tasks
     first = found[0]
     return Table(
         f"Searches on the first {first['n_tasks']} tasks of {first['stream']}; means over "
@@ -707,15 +687,8 @@ def searches_table(
         f"first pair inside / outside of the founding range {_short(FOUNDING_LAMBDA[0])} "
         f"to {_short(FOUNDING_LAMBDA[1])}",
         [
-            "adapter",
-            "trials",
-            "given up",
-            "AUC at the start",
-            "AUC of the best",
-            "n",
-            "best setting",
-            "AUC by λ",
-            "dead",
+            "adapter", "trials", "given up", "AUC at the start", "AUC of the best", "n",
+            "best setting", "AUC by λ", "dead",
         ],
         sorted(rows, key=lambda r: -r[4]),
     )

@@ -36,14 +36,10 @@ def _wandb_settings():
     "What W&B's settings files say: the user's, then the working folder's."
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        parser.read(
-            [
-                Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
-                / "settings",
-                Path("wandb") / "settings",
-            ],
-            encoding="utf-8",
-        )
+        parser.read([
+            Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()/"settings",
+            Path("wandb")/"settings",
+        ], encoding="utf-8")
     except (configparser.Error, OSError, UnicodeDecodeError): return {}
     return dict(parser["default"]) if "default" in parser else {}
 
@@ -74,20 +70,22 @@ def check_wandb(
     Sends nothing, writes nothing."""
     if find_spec("wandb") is None:
         raise ValueError(
-            f"{asked} needs the package wandb, which is not installed: pip install wandb, "
-            "or leave it out (tracker=off)"
+            f"{asked} needs the package wandb, which is not installed: "
+            "pip install wandb, or leave it out (tracker=off)"
         )
+    # offline nothing is sent, so neither key nor network is needed
     if not online: return
     if not (wandb_key() or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")):
         raise ValueError(
-            f"{asked} needs a W&B key, and none was found: `wandb login` once, or set "
-            "WANDB_API_KEY; or tracker=offline, which writes files to be sent later with "
-            "`wandb sync`; or tracker=off"
+            f"{asked} needs a W&B key, and none was found: "
+            "`wandb login` once, or set WANDB_API_KEY; "
+            "or tracker=offline, which writes files to be sent later with `wandb sync`; "
+            "or tracker=off"
         )
     if (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "run"):
         raise ValueError(
-            f"{asked}, but the environment has WANDB_MODE={mode}: unset it, or set tracker "
-            "to offline or off"
+            f"{asked}, but the environment has WANDB_MODE={mode}: "
+            "unset it, or set tracker to offline or off"
         )
 
 # %% ../../nbs/jobs/02_tracking.ipynb #5dc16fac
@@ -101,59 +99,54 @@ _SECRET_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PAT|CR
 
 def known_secrets() -> list[str]: # the longest first
     "Keys and tokens that this process could write by mistake."
-    telling = (
-        lambda v: len(v) >= 16 or len(v) >= 8 and re.search(r"\d", v) and re.search(r"[^\W\d]", v)
-    )
+    # a short plain word would strike out ordinary text
+    telling = lambda v: (
+        len(v) >= 16 or len(v) >= 8 and re.search(r"\d", v) and re.search(r"[^\W\d]", v))
     found = {v for k, v in os.environ.items() if _SECRET_NAMES.search(k) and telling(v)}
-    if k := wandb_key(): found |= {k, f"api:{k}"} # the second as it stands in a header, in base64
+    # a header has W&B's key behind a name, and both together in base64
+    if k := wandb_key(): found |= {k, f"api:{k}"}
     base = lambda v: base64.b64encode(v.encode("utf-8", "surrogateescape")).decode()
-    return sorted(
-        {
-            w
-            for v in found
-            for w in (
-                v,
-                quote(v, safe="", errors="replace"),
-                json.dumps(v)[1:-1],
-                json.dumps(v, ensure_ascii=False)[1:-1],
-                base(v),
-            )
-        },
-        key=len,
-        reverse=True,
-    )
+    # the longest first, or a secret that is part of another would leave the rest of that one
+    return sorted({w for v in found for w in (
+        v, quote(v, safe="", errors="replace"), json.dumps(v)[1:-1],
+        json.dumps(v, ensure_ascii=False)[1:-1], base(v),
+    )}, key=len, reverse=True)
 
 # %% ../../nbs/jobs/02_tracking.ipynb #a20d8fb9
-_SHAPES = re.compile(
-    "|".join(
-        (
-            r"wandb_v1_\w+",
-            r"(?<![A-Za-z0-9])(?:hf_|api_org_)[A-Za-z0-9]{30,}",
-            r"gh[opusr]_[A-Za-z0-9]{30,}",
-            r"github_pat_\w{30,}",
-            r"glpat-[\w-]{20,}",
-            r"npm_[A-Za-z0-9]{36}",
-            r"xox[a-z]-[\w-]{10,}",
-            r"(?<![\w-])sk-(?=[\w-]*\d)[\w-]{20,}",
-            r"(?<!\w)A[KS]IA[A-Z0-9]{16}(?!\w)",
-            r"AIza[\w-]{35}",
-            r"(?<!\w)eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?",  # OpenAI's and Anthropic's, Amazon's, Google's, signed JSON
-            r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"'-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
-        )
-    )
-)
-_PLACES = re.compile(
-    "|".join(
-        (  # what stands before a secret stays
-            r"(?<=://)[^\s/@:\"'\\]*:[^\s/@\"'\\]+(?=@)",  # user:password@
-            r"(?P<header>authorization[\"'\\]*\s*[:=]\s*[\"'\\]*(?:(?:bearer|basic|token)\s+)?|\bbearer\s+(?=[\w.~+/=-]*\d))[\w.~+/=-]{8,}",
-            r"(?P<query>[?&](?:[\w-]*(?:key|token|secret|password|signature|credential)|sig|policy)=)[^\s&#\"'\\<>]+",  # of signed links too
-            r"(?P<field>(?:api_?key|(?:access|auth|refresh)_?token|secret_?key|client_?secret|password|passwd)[\"'\\]*(?:=|\s*:\s*(?=\\*[\"']))[\"'\\]*)[^\s\"'\\,;)}\]&*]{6,}",
-        )
-    ),
-    re.I,
-)
+_SHAPES = re.compile("|".join((
+    r"wandb_v1_\w+",
+    r"(?<![A-Za-z0-9])(?:hf_|api_org_)[A-Za-z0-9]{30,}",
+    r"gh[opusr]_[A-Za-z0-9]{30,}",
+    r"github_pat_\w{30,}",
+    r"glpat-[\w-]{20,}",
+    r"npm_[A-Za-z0-9]{36}",
+    r"xox[a-z]-[\w-]{10,}",
+    # OpenAI's and Anthropic's
+    r"(?<![\w-])sk-(?=[\w-]*\d)[\w-]{20,}",
+    # Amazon's, then Google's
+    r"(?<!\w)A[KS]IA[A-Z0-9]{16}(?!\w)",
+    r"AIza[\w-]{35}",
+    # signed JSON
+    r"(?<!\w)eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"'-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
+)))
+# what stands before a secret, in a group with a name, stays
+_PLACES = re.compile("|".join((
+    # user:password@ of a URL
+    r"(?<=://)[^\s/@:\"'\\]*:[^\s/@\"'\\]+(?=@)",
+    # a header; what follows `bearer` alone must have a digit, or it may be a sentence
+    r"(?P<header>authorization[\"'\\]*\s*[:=]\s*[\"'\\]*(?:(?:bearer|basic|token)\s+)?"
+    r"|\bbearer\s+(?=[\w.~+/=-]*\d))[\w.~+/=-]{8,}",
+    # the query of a link, of a signed one too
+    r"(?P<query>[?&](?:[\w-]*(?:key|token|secret|password|signature|credential)"
+    r"|sig|policy)=)[^\s&#\"'\\<>]+",
+    # a field of JSON, YAML or a command line
+    r"(?P<field>(?:api_?key|(?:access|auth|refresh)_?token|secret_?key|client_?secret"
+    r"|password|passwd)[\"'\\]*(?:=|\s*:\s*(?=\\*[\"']))[\"'\\]*)"
+    r"[^\s\"'\\,;)}\]&*]{6,}",
+)), re.I)
 
+# %% ../../nbs/jobs/02_tracking.ipynb #eb14d5fc
 def scrub(
     text: str,
 ) -> str: # the same with *** in the place of keys and tokens
@@ -181,8 +174,8 @@ def check_secrets(config: RunConfig) -> None:
     for name, value in asdict(config).items():
         if scrub(text := json.dumps(value, ensure_ascii=False)) != text:
             raise ValueError(
-                f"parameter {name} holds a key or a token; parameters are written to disk, "
-                "so leave it in the environment"
+                f"parameter {name} holds a key or a token; "
+                "parameters are written to disk, so leave it in the environment"
             )
 
 # %% ../../nbs/jobs/02_tracking.ipynb #ed408187
@@ -192,9 +185,9 @@ def shareable(
     "What may leave the machine."
     if isinstance(value, dict): return {k: shareable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)): return [shareable(v) for v in value]
+    # as it begins on Unix and Windows, or anywhere with the home folder in it
     local = (
-        isinstance(value, str)
-        and len(value) > 1
+        isinstance(value, str) and len(value) > 1
         and (re.match(r"[/~]|\.\.?[/\\]|[A-Za-z]:[/\\]", value) or str(Path.home()) in value)
     )
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1] if local else value
@@ -204,15 +197,10 @@ def shareable_record(
     record: dict, # of a finished run
 ) -> str: # JSON
     "A record as it is sent."
-    return scrub(
-        json.dumps(
-            record
-            | {k: shareable(record[k]) for k in ("config", "search", "world") if k in record},
-            indent=1,
-            ensure_ascii=False,
-        )
-        + "\n"
-    )
+    return scrub(json.dumps(
+        record | {k: shareable(record[k]) for k in ("config", "search", "world") if k in record},
+        indent=1, ensure_ascii=False,
+    ) + "\n")
 
 # %% ../../nbs/jobs/02_tracking.ipynb #38836fdd
 class NoTracker:
@@ -233,7 +221,8 @@ class WandbTracker:
     ):
         self.run, self.mode, self.folder, self.id = run, mode, folder, run.id
         self.url = run.url if mode == "online" else None
-        self.sent = run.starting_step # rows that W&B has
+        # rows that W&B has
+        self.sent = run.starting_step
         self.problem, self.complete = None, False
 
     def log(self,
@@ -244,12 +233,13 @@ class WandbTracker:
         self._try("sending history", self._send, history, scores)
 
     def _send(self, history, scores):
+        # scores lie apart from the history, one entry a finished task
         ended = sum("just_learned" in h for h in history[:self.sent])
         for h in history[self.sent:]:
             row = {k: v for k, v in h.items() if v is not None}
             if "just_learned" in h:
                 row |= {f"score/{n}": s["score"] for n, s in scores[ended].items()}; ended += 1
-            # a method's own hooks tell what they like
+            # hooks tell what they like, so a row may hold anything
             self.run.log(scrubbed(row), step=self.sent, commit=True)
             self.sent += 1
 
@@ -258,6 +248,7 @@ class WandbTracker:
         try: call(*args); return True
         except Exception as e:
             if self.problem is None:
+                # said once: a lost network would otherwise fill the log
                 self.problem = scrub(f"{what}: {type(e).__name__}: {e}")
                 log.warning("tracker: %s; the run goes on", self.problem)
                 print(f"tracker: {self.problem}; the run goes on, its record is on disk")
@@ -283,9 +274,8 @@ def finish(self: WandbTracker,
 def _close(self, record):
     self.run.summary.update(scrubbed(record["summary"]))
     path = Path(self.run.dir)/"record.json"
-    path.write_text(
-        shareable_record(record | dict(tracker=self.told() | dict(complete=True))), encoding="utf-8"
-    )
+    path.write_text(shareable_record(
+        record | dict(tracker=self.told() | dict(complete=True))), encoding="utf-8")
     self.run.save(str(path), base_path=self.run.dir, policy="now")
     self.run.finish(exit_code=0)
     if error := upload_error(Path(self.run.dir).parent): raise ConnectionError(error)
@@ -304,21 +294,12 @@ def told(self: WandbTracker) -> dict: # for the record
     name = Path(self.run.dir).parent.name
     sync = None if self.mode == "online" and self.complete else f"wandb sync wandb/{name}"
     return dict(
-        mode=self.mode,
-        id=self.id,
-        url=self.url,
-        entity=self.run.entity or None,
-        project=self.run.project,
-        complete=self.complete,
-        problem=self.problem,
-        sync=sync,
+        mode=self.mode, id=self.id, url=self.url, entity=self.run.entity or None,
+        project=self.run.project, complete=self.complete, problem=self.problem, sync=sync,
     )
 
 WandbTracker.finish, WandbTracker._close, WandbTracker.stop, WandbTracker.told = (
-    finish,
-    _close,
-    stop,
-    told,
+    finish, _close, stop, told
 )
 
 # %% ../../nbs/jobs/02_tracking.ipynb #ed126f70
@@ -327,30 +308,21 @@ def upload_error(
 ) -> str | None: # the first error of an upload, None where there was none
     "What W&B's own log says of data that was not sent."
     path = Path(folder)/"logs"/"debug-internal.log"
-    lines = (
-        [
-            json.loads(l)
-            for l in path.read_text(encoding="utf-8", errors="replace").splitlines()
-            if '"level":"ERROR' in l
-        ]
-        if path.exists()
-        else []
-    )
-    return next(
-        (
-            l["msg"]
-            for l in lines
-            if re.match(r"filestream|runfiles|runupserter|file ?transfer", l["msg"], re.I)
-        ),
-        None,
-    )
+    lines = [
+        json.loads(l) for l in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if '"level":"ERROR' in l
+    ] if path.exists() else []
+    # of the parts of W&B that send; other errors are its own
+    return next((
+        l["msg"] for l in lines
+        if re.match(r"filestream|runfiles|runupserter|file ?transfer", l["msg"], re.I)
+    ), None)
 
 # %% ../../nbs/jobs/02_tracking.ipynb #46014394
 def _remove_logs(folder):
     "W&B's own logs and empty folders, which tell paths and are of no use to a run."
-    for path in [
-        p for part in ("logs", "tmp") for p in (Path(folder) / "wandb").glob(f"*run-*/{part}")
-    ]:
+    for path in [p for part in ("logs", "tmp")
+                 for p in (Path(folder)/"wandb").glob(f"*run-*/{part}")]:
         shutil.rmtree(path, ignore_errors=True)
 
 # %% ../../nbs/jobs/02_tracking.ipynb #92af0d5e
@@ -376,6 +348,7 @@ PRIVATE = dict(
 )
 WAITS = dict(init_timeout=60., finish_timeout=120., finish_timeout_raises=True) # s
 
+# %% ../../nbs/jobs/02_tracking.ipynb #0d691364
 def tracker_id(
     run_id: str,
     drawn: str, # eight hex digits of the run's folder
@@ -391,9 +364,8 @@ def _own_id(config, folder):
         write_atomic(path, json.dumps(dict(id=tracker_id(config.run_id, secrets.token_hex(4)))))
     try: own = json.loads(path.read_text(encoding="utf-8"))["id"]
     except (ValueError, TypeError, KeyError, RecursionError): own = None
-    if isinstance(own, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", own):
-        # it becomes part of a pattern of folders that are deleted
-        return own
+    # it becomes part of a pattern of folders that are deleted, so nothing else may be in it
+    if isinstance(own, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,64}", own): return own
     raise ValueError(
         f"{path} holds no id of a run on W&B (up to 64 letters, digits, '_' and '-'): "
         "delete the file, and the run gets a new one"
@@ -410,36 +382,35 @@ def open_tracker(
     import wandb
     if lacking := sorted({*PRIVATE, *WAITS} - set(wandb.Settings.model_fields)):
         raise ValueError(
-            f"wandb {wandb.__version__} lacks the settings {', '.join(lacking)}, without "
-            "which it would send more than is meant or wait for ever: pip install -U "
-            "'wandb>=0.31', or set tracker to off"
+            f"wandb {wandb.__version__} lacks the settings {', '.join(lacking)}, "
+            "without which it would send more than is meant or wait for ever: "
+            "pip install -U 'wandb>=0.31', or set tracker to off"
         )
+    # the same id as before, so that a run that was killed goes on where it was
     folder, online = Path(folder), config.tracker == "online"
     own = _own_id(config, folder)
     try:
         run = wandb.init(
-            entity=config.wandb_entity or None,
-            project=config.wandb_project or PROJECT,
-            id=own,
-            name=config.run_id,
-            dir=str(folder),
-            mode=config.tracker,
-            config=shareable(asdict(config)),
-            resume="allow" if online else None,
-            reinit="create_new",
-            settings=wandb.Settings(**PRIVATE, **WAITS),
+            entity=config.wandb_entity or None, project=config.wandb_project or PROJECT, id=own,
+            name=config.run_id, dir=str(folder), mode=config.tracker,
+            config=shareable(asdict(config)), resume="allow" if online else None,
+            reinit="create_new", settings=wandb.Settings(**PRIVATE, **WAITS),
         )
+    # the run must not begin half tracked, and the message must not hold the key
     except Exception as e:
         why = scrub(f"{type(e).__name__}: {e}")
-        if wandb.run is None: wandb.teardown() # or the id would count as in use
+        # or the id would count as in use when the run is started again
+        if wandb.run is None: wandb.teardown()
         _remove_logs(folder)
         raise ValueError(
-            f"tracker {config.tracker!r} could not be opened ({why}). Check the network "
-            "and the key, or set tracker to offline (sent later with `wandb sync`) or "
-            "off; the run goes on from its checkpoint either way"
+            f"tracker {config.tracker!r} could not be opened ({why}). "
+            "Check the network and the key, "
+            "or set tracker to offline (sent later with `wandb sync`) or off; "
+            "the run goes on from its checkpoint either way"
         ) from None
     tracker = WandbTracker(run, config.tracker, folder)
     tracker._try("naming the axis", _set_axis, run)
+    # offline each start writes the whole history anew, so an earlier folder is superseded
     for old in (folder/"wandb").glob(f"offline-run-*-{own}*") if not online else ():
         if old != Path(run.dir).parent: shutil.rmtree(old, ignore_errors=True)
     log.info("tracker %s: %s", config.tracker, tracker.url or tracker.told()["sync"])
@@ -484,6 +455,7 @@ def rebuilt_record(
 ) -> dict: # the part of a record that W&B knows
     """A record from a run's history, summary and configuration; `ValueError` where no task has
     ended."""
+    # names with an underscore are W&B's own
     rows = [
         {k: v for k, v in row.items() if v is not None and not k.startswith("_")}
         for row in run.scan_history()
@@ -491,44 +463,40 @@ def rebuilt_record(
     ended = [row for row in rows if "just_learned" in row]
     config = {k: v for k, v in run.config.items() if not k.startswith("_")}
     name = config.get("run_id") or run.name
+    # without a finished task there is no row of a score matrix
     if not ended:
         raise ValueError(
             f"run {name!r} of W&B ({run.state}) has no record.json and no finished task: "
             "nothing can be evaluated"
         )
+    # a score counts where the run counted it: on the diagonal, and after an evaluation of all
     tasks = [row["task"] for row in ended]
-    matrix = [
-        [
-            row.get(f"score/{n}") if j == i or "val_retained_accuracy" in row else None
-            for j, n in enumerate(tasks)
-        ]
-        for i, row in enumerate(ended)
-    ]
+    matrix = [[
+        row.get(f"score/{n}") if j == i or "val_retained_accuracy" in row else None
+        for j, n in enumerate(tasks)
+    ] for i, row in enumerate(ended)]
+    # scores go into the matrix, the rest of a row is the history as a run writes it
     history = [
         {k: v for k, v in row.items() if not k.startswith("score/")}
         | (dict(val_retained_accuracy=row.get("val_retained_accuracy")) if row in ended else {})
         for row in rows
     ]
     names = {k for row in rows for k in row}
+    # the world is not known, and its name makes sure that it equals no other
     record = dict(
-        run_id=name,
-        role=config.get("role"),
-        config=config,
-        matrix=matrix,
-        tasks=tasks,
-        history=history,
-        world=dict(digest=f"unknown ({run.id})"),
+        run_id=name, role=config.get("role"), config=config, matrix=matrix, tasks=tasks,
+        history=history, world=dict(digest=f"unknown ({run.id})"),
     )
     summary = continual_summary(matrix) if is_complete(record) else {}
     print(
-        f"{name}: W&B has no record.json of this run ({run.state}); rebuilt after "
-        f"{len(tasks)} tasks from history, summary and configuration. Not known: world, "
-        "task_info, bytes, confusion, dictionary, device, versions"
+        f"{name}: W&B has no record.json of this run ({run.state}); "
+        f"rebuilt after {len(tasks)} tasks from history, summary and configuration. "
+        "Not known: world, task_info, bytes, confusion, dictionary, device, versions"
     )
-    return record | dict(
-        summary=summary
-        | {k: v for k, v in dict(run.summary).items() if k not in names and not k.startswith("_")}
-    )
+    # W&B's summary repeats the last row of the history, which is left out
+    return record | dict(summary=summary | {
+        k: v for k, v in dict(run.summary).items() if k not in names and not k.startswith("_")
+    })
 
 # %% ../../nbs/jobs/02_tracking.ipynb #51d5beb4
 def _tracked_record(run):
@@ -545,30 +513,29 @@ def _named_runs(api, place, run_ids):
     """The runs of a project that are meant, by run_id; of several with one run_id the most recent
     finished one."""
     runs = lambda **filters: list(api.runs(place, filters=filters, order="-created_at"))
+    # no name: the newest, or all, of the finished runs, each name once
     if (run_ids.strip() if isinstance(run_ids, str) else run_ids) in ("", [], "all"):
         finished = [r for r in runs(state="finished") if r.config.get("run_id")]
         if not finished:
             raise ValueError(
-                f"no finished run in W&B's project {place!r}: check wandb_entity and "
-                "wandb_project"
+                f"no finished run in W&B's project {place!r}: "
+                "check wandb_entity and wandb_project"
             )
-        return (
-            list({r.config["run_id"]: r for r in reversed(finished)}.values())[::-1]
-            if run_ids == "all"
-            else finished[:1]
-        )
+        return (list({r.config["run_id"]: r for r in reversed(finished)}.values())[::-1]
+                if run_ids == "all" else finished[:1])
+    # names: each must be there
     chosen = []
     for name in select_runs("", run_ids):
         if not (found := runs(**{"config.run_id": name})):
             raise ValueError(
-                f"no run {name!r} in W&B's project {place!r}: check run_ids, wandb_entity "
-                "and wandb_project"
+                f"no run {name!r} in W&B's project {place!r}: "
+                "check run_ids, wandb_entity and wandb_project"
             )
         chosen.append(next((r for r in found if r.state == "finished"), found[0]))
         if len(found) > 1:
             print(
-                f"{name}: {len(found)} runs of W&B have this run_id; {chosen[-1].id} is "
-                f"taken ({chosen[-1].state}, the most recent)"
+                f"{name}: {len(found)} runs of W&B have this run_id; "
+                f"{chosen[-1].id} is taken ({chosen[-1].state}, the most recent)"
             )
     return chosen
 
@@ -586,9 +553,8 @@ def tracked_records(
     try: return [_tracked_record(r) for r in _named_runs(api or _api(), place, run_ids)]
     except ValueError as e: raise ValueError(scrub(str(e))) from None
     except Exception as e:
-        raise ValueError(
-            scrub(f"W&B's project {place!r} cannot be read ({type(e).__name__}: {e})")
-        ) from None
+        raise ValueError(scrub(
+            f"W&B's project {place!r} cannot be read ({type(e).__name__}: {e})")) from None
 
 # %% ../../nbs/jobs/02_tracking.ipynb #30104537
 def _api():

@@ -36,18 +36,14 @@ def method_modules(
     and the quantisation it stands on."""
     def notebook(path):
         return re.search(
-            r"File to edit: (?:\.\./)+nbs/[\w/]*?(\w+)\.ipynb", path.read_text(encoding="utf-8")
-        )
+            r"File to edit: (?:\.\./)+nbs/[\w/]*?(\w+)\.ipynb", path.read_text(encoding="utf-8"))
+    # a file without that line was not made from a notebook and is none of the method's
     place = {
         ".".join(p.relative_to(folder).with_suffix("").parts): m[1]
-        for p in folder.glob("himalaya/**/*.py")
-        if (m := notebook(p))
+        for p in folder.glob("himalaya/**/*.py") if (m := notebook(p))
     }
-    return (
-        "ground.linalg",
-        "ground.quant",
-        *sorted((m for m in place if m not in SHELL), key=place.get),
-    )
+    return ("ground.linalg", "ground.quant",
+            *sorted((m for m in place if m not in SHELL), key=place.get))
 
 # %% ../../nbs/workshop/09_equations.ipynb #ca0d4b23
 def module_and_path(
@@ -69,7 +65,7 @@ class Equation:
     part: str # of the method
     formula: str # KaTeX, without dollars and vertical bars
     source: str # who published it, or which preset of ours it belongs to
-    # exported names that compute it, as floor.module.name; the first one first of all
+    # exported names that compute it, as floor.module.name; the first is the one to look at first
     functions: list[str]
     notebook: str # whose tests mention them
 
@@ -80,13 +76,12 @@ def load_equations(
     "The rows, in their order; `ValueError` for a row with other keys."
     out = []
     for part, rows in yaml.safe_load(
-        (path or PACKAGE / "workshop" / "equations.yaml").read_text(encoding="utf-8")
-    ).items():
+            (path or PACKAGE/"workshop"/"equations.yaml").read_text(encoding="utf-8")).items():
         for row in rows:
             if row.keys() != {"formula", "source", "functions", "notebook"}:
                 raise ValueError(
-                    f"a row of {part!r} has the keys {', '.join(row)}; expected formula, "
-                    "source, functions and notebook"
+                    f"a row of {part!r} has the keys {', '.join(row)}; "
+                    "expected formula, source, functions and notebook"
                 )
             out.append(Equation(part, **row))
     return out
@@ -100,25 +95,19 @@ def exported(
 ) -> dict: # name → its node; methods as Class.method
     "Functions and classes that a module exports, with the methods of the classes."
     tree = ast.parse(file_of(module, folder).read_text(encoding="utf-8"))
-    public = next(
-        (
-            ast.literal_eval(n.value)
-            for n in tree.body
-            if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"
-        ),
-        [],
-    )
+    # read and not imported, so that a module that cannot be imported here is counted as well
+    public = next((
+        ast.literal_eval(n.value) for n in tree.body
+        if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"
+    ), [])
     nodes = {
-        n.name: n
-        for n in tree.body
+        n.name: n for n in tree.body
         if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name in public
     }
+    # a method may hold the formula, its class the name
     methods = {
-        f"{c}.{m.name}": m
-        for c, n in nodes.items()
-        if isinstance(n, ast.ClassDef)
-        for m in n.body
-        if isinstance(m, ast.FunctionDef)
+        f"{c}.{m.name}": m for c, n in nodes.items() if isinstance(n, ast.ClassDef)
+        for m in n.body if isinstance(m, ast.FunctionDef)
     }
     return nodes | methods
 
@@ -129,8 +118,7 @@ def with_formula(
 ) -> list[str]: # as module.name
     "What a module exports with a formula in its docstring."
     return [
-        f"{module}.{name}"
-        for name, n in exported(module, folder).items()
+        f"{module}.{name}" for name, n in exported(module, folder).items()
         if FORMULA.search(ast.get_docstring(n) or "")
     ]
 
@@ -141,16 +129,12 @@ def tests_of(
     """Code of the cells that are not exported, without their imports; empty for a notebook that
     asserts nothing."""
     cells = [
-        "".join(c["source"])
-        for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
+        "".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]
         if c["cell_type"] == "code"
     ]
     text = "\n".join(c for c in cells if not re.search(r"^#\|\s*export", c, re.M))
-    return (
-        re.sub(r"^(import|from) .*$", "", text, flags=re.M)
-        if re.search(r"\btest_\w+\(|^\s*assert\b", text, re.M)
-        else ""
-    )
+    return (re.sub(r"^(import|from) .*$", "", text, flags=re.M)
+            if re.search(r"\btest_\w+\(|^\s*assert\b", text, re.M) else "")
 
 # %% ../../nbs/workshop/09_equations.ipynb #bac538d6
 def resolve(
@@ -172,14 +156,15 @@ def users(
     class."""
     def uses(node): return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
     nodes, found = [
-        n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != name
+        n for n in tree.body
+        if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != name
     ], set()
+    # a method that uses the name is a door; a subclass is one as a whole
     for n in nodes:
         if isinstance(n, ast.FunctionDef): found |= {n.name} if uses(n) else set()
         else:
             found |= {
-                n.name if m.name in ("forward", "__init__") else m.name
-                for m in n.body
+                n.name if m.name in ("forward", "__init__") else m.name for m in n.body
                 if isinstance(m, ast.FunctionDef) and uses(m)
             } | ({n.name} if any(map(uses, n.bases)) else set())
     return found
@@ -207,23 +192,25 @@ def equation_faults(
     "What the list claims and is not so, and what it leaves out."
     faults, tests = [], {}
     for e in rows:
+        # the notebook exists, and is read once
         path = notebooks/f"{e.notebook}.ipynb"
         if not path.exists(): faults.append(f"{e.notebook} is no notebook"); continue
         if e.notebook not in tests: tests[e.notebook] = tests_of(path)
+        # each function exists, and a test goes through one of its doors
         for name in e.functions:
             try: found = callable(resolve(name))
             except (AttributeError, ModuleNotFoundError): found = False
             if not found: faults.append(f"{name} is no function")
             elif not any(re.search(rf"\b{door}\b", tests[e.notebook]) for door in doors(name)):
                 faults.append(f"no test of {e.notebook} mentions {name}")
+        # a vertical bar would end the table's cell, and KaTeX wants its braces in pairs
         if "|" in e.formula or e.formula.count("{") != e.formula.count("}"):
             faults.append(f"the formula of {e.functions[0]} does not fit into a table")
+    # and nothing with a formula is missing
     known = {name for e in rows for name in e.functions}
     return faults + [
         f"{name} has a formula and no row"
-        for m in modules
-        for name in with_formula(m)
-        if name not in known
+        for m in modules for name in with_formula(m) if name not in known
     ]
 
 # %% ../../nbs/workshop/09_equations.ipynb #d2bad975
@@ -254,14 +241,10 @@ def line_numbers(
 ) -> tuple[set, set]: # lines of code without those of the second set, lines of signatures
     "Numbers of the lines that hold code, from the tokens."
     skip = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENCODING,
-        tokenize.ENDMARKER,
+        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+        tokenize.ENCODING, tokenize.ENDMARKER,
     }
+    # what is no code: docstrings, and the names that nbdev lists
     tree, docs, ignored, signature = ast.parse(source), set(), set(), set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -270,8 +253,10 @@ def line_numbers(
         if not isinstance(body, list) or not body or isinstance(node, ast.If): continue
         if isinstance(body[0], ast.Expr) and isinstance(getattr(body[0].value, "value", None), str):
             docs.add(body[0].value.lineno)
+        # from the line behind `def` to the first of the body
         if isinstance(node, ast.FunctionDef):
             signature |= set(range(node.lineno + 1, body[0].lineno))
+    # whatever holds another token is a line of code
     lines = set()
     for t in tokenize.generate_tokens(io.StringIO(source).readline):
         if t.type not in skip and not (t.type == tokenize.STRING and t.start[0] in docs):
@@ -285,16 +270,15 @@ def method_lines(
     folder: Path = PACKAGE,
 ) -> dict[str, Lines]: # module → its lines
     "Lines of exported modules."
-    return {
-        m: Lines(*map(len, line_numbers(file_of(m, folder).read_text(encoding="utf-8"))))
-        for m in modules
-    }
+    return {m: Lines(*map(len, line_numbers(file_of(m, folder).read_text(encoding="utf-8"))))
+            for m in modules}
 
 # %% ../../nbs/workshop/09_equations.ipynb #5ead77a8
 def called_by(
     run: Callable[[], object],
 ) -> set[tuple[str, int]]: # (file, first line), the decorator's if there is one
     "Functions that run while something runs, in this thread."
+    # a profiler that was set before is set again, whatever happens
     called, before = set(), sys.getprofile()
     def watch(frame, event, arg):
         if event == "call": called.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
@@ -313,19 +297,16 @@ def exercised_lines(
     out = {}
     for m in modules:
         source, firsts = file_of(m, folder).read_text(encoding="utf-8"), {
-            n for f, n in called if Path(f) == file_of(m, folder)
-        }
+            n for f, n in called if Path(f) == file_of(m, folder)}
         idle = set()
         for top in ast.parse(source).body:
             methods = [n for n in getattr(top, "body", []) if isinstance(n, ast.FunctionDef)]
-            for n in (
-                [top, *methods]
-                if isinstance(top, ast.ClassDef) and methods
-                else [top] * isinstance(top, ast.FunctionDef)
-            ):
-                span = set(
-                    range(min([n.lineno, *(d.lineno for d in n.decorator_list)]), n.end_lineno + 1)
-                )
+            # a class with methods is idle as a whole where none of them was called
+            for n in ([top, *methods] if isinstance(top, ast.ClassDef) and methods
+                      else [top] * isinstance(top, ast.FunctionDef)):
+                # Python names a function by its first line, which may be a decorator's
+                span = set(range(
+                    min([n.lineno, *(d.lineno for d in n.decorator_list)]), n.end_lineno + 1))
                 if not span & firsts: idle |= span
         out[m] = Lines(*(len(x - idle) if firsts else 0 for x in line_numbers(source)))
     return out

@@ -24,7 +24,7 @@ class Fault:
     status: int = 0 # answer with this code
     retry_after_s: int | None = None # with that header
     cut_at: int | None = None # close the connection after that many bytes of a body
-    # send that many bytes of a body and then nothing until the client goes
+    # after that many bytes of a body send nothing more until the client goes
     stall_at: int | None = None
     delay_s: float = 0. # wait before the answer
 
@@ -52,7 +52,7 @@ _CONSTANTS = ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE", "HF_HUB_OFFLINE")
 class LocalHub:
     "A server of data set repositories on 127.0.0.1; a context manager."
     def __init__(self):
-        # repository → revision → files; the same → commit; SHA-256 → bytes
+        # repository → revision → files; (repository, revision) → commit; SHA-256 → bytes
         self.repos, self.commits, self.storage = {}, {}, {}
         self.gated, self.faults, self.log = set(), [], []
     def add(self,
@@ -75,13 +75,13 @@ class LocalHub:
     def endpoint(self): return f"http://127.0.0.1:{self.server.server_port}"
     def __enter__(self):
         from huggingface_hub import constants
+        # any free port; a handler is made for each request, so it finds the hub by its class
         self.server = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
-        )
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.server.daemon_threads = True
         threading.Thread(
-            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        # the library reads its constants at every call, so they can be put aside for a while
         self.before = {name: getattr(constants, name) for name in _CONSTANTS}
         now = (
             self.endpoint,
@@ -107,35 +107,21 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self):
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
-        self.hub.log.append(
-            Request(
-                self.command,
-                path,
-                self.headers.get("Range") or "",
-                self.headers.get("Authorization") or "",
-            )
-        )
-        self.fault = next(
-            (
-                f
-                for f in self.hub.faults
-                if f.times > 0
-                and f.path in path
-                and (f.status or f.delay_s or self.command == "GET")
-            ),
-            Fault(""),
-        )
+        self.hub.log.append(Request(
+            self.command, path, self.headers.get("Range") or "",
+            self.headers.get("Authorization") or "",
+        ))
+        # the first fault that is left for this path; one without a path does nothing
+        self.fault = next((
+            f for f in self.hub.faults if f.times > 0 and f.path in path
+            and (f.status or f.delay_s or self.command == "GET")
+        ), Fault(""))
         self.fault.times -= 1
         time.sleep(self.fault.delay_s)
         if self.fault.status:
-            return self.send(
-                self.fault.status,
-                headers=(
-                    {}
-                    if self.fault.retry_after_s is None
-                    else {"Retry-After": str(self.fault.retry_after_s)}
-                ),
-            )
+            return self.send(self.fault.status, headers=(
+                {} if self.fault.retry_after_s is None
+                else {"Retry-After": str(self.fault.retry_after_s)}))
         for pattern, answer in ROUTES:
             if m := re.fullmatch(pattern, path): return answer(self, *m.groups())
         self.send(404)
@@ -145,33 +131,30 @@ class _Handler(BaseHTTPRequestHandler):
         for k, v in ({"Content-Length": str(len(body))} | headers).items(): self.send_header(k, v)
         self.end_headers()
         if self.command == "HEAD": return
+        # the header has promised more than is sent, and the client has to notice
         stop = min(n for n in (self.fault.cut_at, self.fault.stall_at, len(body)) if n is not None)
         if stop < len(body): self.close_connection = True
         try:
             self.wfile.write(body[:stop])
-            if self.fault.stall_at is not None: self.connection.recv(1) # which ends with the client
-        except OSError: self.close_connection = True # the client has gone
+            # this returns when the client closes the connection
+            if self.fault.stall_at is not None: self.connection.recv(1)
+        # the client has gone before all was sent
+        except OSError: self.close_connection = True
 
 # %% ../../nbs/workshop/05_hub_stand_in.ipynb #9402e99d
 def _files(handler, repo, revision):
     "Files and commit of a revision; None after an error was sent."
     revisions = handler.hub.repos.get(repo)
     if revisions is None:
-        return handler.send(
-            401, headers={"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
-        )
+        return handler.send(401, headers={
+            "X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
     for name, files in revisions.items():
+        # by name or by commit; without a revision it is main
         if revision in (None, name, commit := handler.hub.commits[repo, name]) and (
-            revision or name == "main"
-        ):
+                revision or name == "main"):
             return files, commit
-    handler.send(
-        404,
-        headers={
-            "X-Error-Code": "RevisionNotFound",
-            "X-Error-Message": f"Invalid rev id: {revision}",
-        },
-    )
+    handler.send(404, headers={
+        "X-Error-Code": "RevisionNotFound", "X-Error-Message": f"Invalid rev id: {revision}"})
 
 # %% ../../nbs/workshop/05_hub_stand_in.ipynb #8e8c3578
 def _json(handler, data):
@@ -179,36 +162,29 @@ def _json(handler, data):
 
 def _info(handler, repo, revision):
     if found := _files(handler, repo, revision):
-        _json(
-            handler,
-            dict(
-                _id="0",
-                id=repo,
-                sha=found[1],
-                private=False,
-                gated="auto" if repo in handler.hub.gated else False,
-                disabled=False,
-                downloads=0,
-                likes=0,
-                tags=[],
-                siblings=[
-                    dict(rfilename=name, size=len(found[0][name])) for name in sorted(found[0])
-                ],
-            ),
-        )
+        _json(handler, dict(
+            _id="0",
+            id=repo,
+            sha=found[1],
+            # the rest as for any public repository
+            private=False,
+            gated="auto" if repo in handler.hub.gated else False,
+            disabled=False,
+            downloads=0,
+            likes=0,
+            tags=[],
+            siblings=[
+                dict(rfilename=name, size=len(found[0][name])) for name in sorted(found[0])],
+        ))
 
 # %% ../../nbs/workshop/05_hub_stand_in.ipynb #cd87b066
 def _refs(handler, repo):
     refs = {"branches": [], "tags": [], "converts": [], "pullRequests": []}
     for name in handler.hub.repos[repo]:
-        kind, ref = (
-            ("converts", name)
-            if name.startswith("refs/convert/")
-            else ("branches", f"refs/heads/{name}")
-        )
-        refs[kind].append(
-            dict(name=name.split("/")[-1], ref=ref, targetCommit=handler.hub.commits[repo, name])
-        )
+        kind, ref = (("converts", name) if name.startswith("refs/convert/")
+                     else ("branches", f"refs/heads/{name}"))
+        refs[kind].append(dict(
+            name=name.split("/")[-1], ref=ref, targetCommit=handler.hub.commits[repo, name]))
     _json(handler, refs)
 
 # %% ../../nbs/workshop/05_hub_stand_in.ipynb #881f115b
@@ -225,30 +201,23 @@ def _tree(handler, repo, revision, folder):
 def _resolve(handler, repo, revision, name):
     if not (found := _files(handler, repo, revision)): return
     head = {"X-Repo-Commit": found[1]}
+    # what is refused is refused as the hub does it, by status and header
     if repo in handler.hub.gated and handler.headers.get("Authorization") != "Bearer let-me-in":
-        return handler.send(
-            401,
-            headers=head
-            | {
-                "X-Error-Code": "GatedRepo",
-                "X-Error-Message": f"Access to dataset {repo} is restricted.",
-            },
-        )
+        return handler.send(401, headers=head | {
+            "X-Error-Code": "GatedRepo",
+            "X-Error-Message": f"Access to dataset {repo} is restricted.",
+        })
     if name not in found[0]:
-        return handler.send(
-            404,
-            headers=head | {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"},
-        )
+        return handler.send(404, headers=head | {
+            "X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
+    # small files have a short tag; a large one has its digest, under which the storage host has it
     data = found[0][name]
     digest = next(k for k, v in handler.hub.storage.items() if v is data or v == data)
     if not name.endswith(".parquet"):
         return _bytes(handler, data, head | {"ETag": f'"{digest[:40]}"'})
     location = f"http://localhost:{handler.hub.server.server_port}/storage/{digest}"
-    handler.send(
-        302,
-        headers=head
-        | {"Location": location, "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))},
-    )
+    handler.send(302, headers=head | {
+        "Location": location, "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(data))})
 
 # %% ../../nbs/workshop/05_hub_stand_in.ipynb #ba771229
 def _storage(handler, digest):
@@ -261,8 +230,7 @@ def _bytes(handler, data, headers):
     if start >= len(data):
         return handler.send(416, headers=headers | {"Content-Range": f"bytes */{len(data)}"})
     handler.send(
-        206,
-        data[start:stop],
+        206, data[start:stop],
         headers | {"Content-Range": f"bytes {start}-{min(stop, len(data)) - 1}/{len(data)}"},
     )
 

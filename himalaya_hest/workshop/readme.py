@@ -29,8 +29,8 @@ def output_text(
     "The Markdown of one saved output. An error saved in the page is refused with `ValueError`."
     if output["output_type"] == "error":
         raise ValueError(
-            f"the page holds a saved error ({output['ename']}: {output['evalue']}): run "
-            "the notebook again"
+            f"the page holds a saved error ({output['ename']}: {output['evalue']}): "
+            "run the notebook again"
         )
     data = output.get("data", {})
     if "text/markdown" in data: return "".join(data["text/markdown"]).strip("\n")

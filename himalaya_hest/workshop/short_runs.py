@@ -41,15 +41,17 @@ def short_run(
 ) -> dict: # versions, adapter, losses, and group → place → value
     "Run it, and say what it computed."
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore") # two steps are too few for anybody's liking
+        # two steps are too few for anybody's liking, and that is warned of
+        warnings.simplefilter("ignore")
         given = parameters_of_short(name) | dict(results_dir=folder, cache_dir=str(cache_dir))
         record = run_continual(given, quiet=True)
+        # the folder goes, so the trained tensors are read while it is there
         saved = Path(folder)/record["run_id"]/"adapter"/"adapter_model.safetensors"
         digest = tensor_digest(load_file(saved))
     losses = [h["train_loss"] for h in record["history"] if "train_loss" in h]
+    # the matrix and the values by row say as much as these
     found = {
-        g: v for g, v in values_of(record).items() if g not in ("scores", "final", "confusion")
-    }
+        g: v for g, v in values_of(record).items() if g not in ("scores", "final", "confusion")}
     return dict(method_versions=record["method_versions"], machine=machine_of(record),
                 adapter=digest, losses=losses) | json.loads(json.dumps(found))
 
@@ -59,8 +61,7 @@ def machine_of(
 ) -> dict: # what the last bits of a float hang on
     "Processor, instruction sets and the version of torch."
     return {k: record["device"][k] for k in ("cpu", "cpu_capability")} | dict(
-        torch=record["versions"]["torch"]
-    )
+        torch=record["versions"]["torch"])
 
 # %% ../../nbs/workshop/12_short_runs.ipynb #c5a2f996
 def _counted(groups):
@@ -73,13 +74,14 @@ def short_faults(
     now: dict, # as it gives it here
 ) -> list[str]: # sentences
     "What differs and should not."
+    # the same machine: every value
     if kept["machine"] == now["machine"]:
         old, new = leaves(kept), leaves(now)
         return [
             f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now"
-            for p in {**old, **new}
-            if old.get(p) != new.get(p)
+            for p in {**old, **new} if old.get(p) != new.get(p)
         ]
+    # another one: losses to three digits, and what was counted
     far = [
         f"loss {i}: {a} kept, {b} now"
         for i, (a, b) in enumerate(zip(kept["losses"], now["losses"]))
@@ -88,8 +90,7 @@ def short_faults(
     old, new = _counted(kept), _counted(now)
     return far + [
         f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now"
-        for p in {**old, **new}
-        if old.get(p) != new.get(p)
+        for p in {**old, **new} if old.get(p) != new.get(p)
     ]
 
 # %% ../../nbs/workshop/12_short_runs.ipynb #cd8433bd
@@ -102,10 +103,9 @@ def renewed(
     faults = short_faults(kept, now) if kept else []
     if faults and kept["method_versions"] == now["method_versions"]:
         raise ValueError(
-            f"{name} computes something else than its record ({faults[0]}): raise its "
-            "number "
-            "in METHOD_VERSIONS of adapters.registry, and make its other records again as "
-            "well"
+            f"{name} computes something else than its record ({faults[0]}): "
+            "raise its number in METHOD_VERSIONS of adapters.registry, "
+            "and make its other records again as well"
         )
     return now
 
@@ -116,9 +116,8 @@ def main(
 ) -> int: # exit status
     """`python -m himalaya_hest.workshop.short_runs [--write]`: run all, compare, and keep what came
     out."""
-    kept = (
-        json.loads(Path(path).read_text(encoding="utf-8")) if Path(path).exists() else {"runs": {}}
-    )
+    kept = (json.loads(Path(path).read_text(encoding="utf-8"))
+            if Path(path).exists() else {"runs": {}})
     out, faults = {}, []
     with tempfile.TemporaryDirectory() as cache:
         for name in CONTINUAL + ENERGY:
@@ -126,10 +125,9 @@ def main(
             if "--write" in arguments: out[name] = renewed(kept["runs"].get(name), now, name)
             else: faults += [f"{name}: {f}" for f in short_faults(kept["runs"][name], now)]
             print(
-                name,
-                "differs" if any(f.startswith(f"{name}: ") for f in faults) else "is the same",
-                flush=True,
-            )
+                name, "differs" if any(f.startswith(f"{name}: ") for f in faults)
+                else "is the same", flush=True)
+    # one line a value, so that a change of few values is a change of few lines
     if out:
         whole = dict(command="python -m himalaya_hest.workshop.short_runs --write", runs=out)
         text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).replace(',"', ',\n"')

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 # %% ../../nbs/workshop/07_site.ipynb #d4f94cea
-SECTIONS = [ # title, what the notebooks' names match
+# title of a section, what the notebooks' names match; the first section that fits takes a page
+SECTIONS = [
     ("Tutorials", r"8[0-6][a-z]?_"),
     ("How it works", r"87[a-z]?_|workshop/\d+_equations"),
     ("Study 1: Continual25", r"94_|93_|90_"),
@@ -23,23 +24,15 @@ SECTIONS = [ # title, what the notebooks' names match
     ("Metrics, data, sources", r"88[a-z]?_|adapters/\d+_citations|study/\d+_quoted"),
     ("Project", r"89[a-z]?_|log\b"),
 ]
-FLOORS = {  # folder of nbs → title, in the order in which they build on one another
-    "ground": "Ground",
-    "bridge": "PEFT and Trainer",
-    "himalaya": "HIMALAYA",
-    "hest": "HEST",
-    "adapters": "Registry and rivals",
-    "measures": "Measures",
-    "streams": "Streams",
-    "running": "One run",
-    "compare": "Many runs",
-    "jobs": "Commands' work",
-    "onnx": "ONNX",
-    "cli": "Command line",
-    "study": "This study",
-    "workshop": "Workshop",
+# folder of nbs → title, in the order in which they build on one another
+FLOORS = {
+    "ground": "Ground", "bridge": "PEFT and Trainer", "himalaya": "HIMALAYA", "hest": "HEST",
+    "adapters": "Registry and rivals", "measures": "Measures", "streams": "Streams",
+    "running": "One run", "compare": "Many runs", "jobs": "Commands' work", "onnx": "ONNX",
+    "cli": "Command line", "study": "This study", "workshop": "Workshop",
 }
 
+# %% ../../nbs/workshop/07_site.ipynb #50f441e9
 def sidebar(
     names: list[str], # of notebooks, as paths under nbs
 ) -> dict: # as Quarto reads it from sidebar.yml
@@ -49,32 +42,25 @@ def sidebar(
         found = [n for n in left if re.match(pattern, n)]
         left[:] = [n for n in left if n not in found]
         return found
-    order = lambda title, found: sorted(
-        found,
-        key=lambda n: next(
-            i for i, p in enumerate(dict(SECTIONS)[title].split("|")) if re.match(p, n)
-        ),
-    )
+    # inside a section pages stand in the order of its patterns
+    order = lambda title, found: sorted(found, key=lambda n: next(
+        i for i, p in enumerate(dict(SECTIONS)[title].split("|")) if re.match(p, n)))
+    # pages for readers, and then the reference by its floors
     contents = ["index.ipynb"] + [
-        dict(section=title, contents=found)
-        for title, pattern in SECTIONS
+        dict(section=title, contents=found) for title, pattern in SECTIONS
         if (found := order(title, take(pattern)))
     ]
     floors = take("00_face") + [
-        dict(section=title, contents=found)
-        for folder, title in FLOORS.items()
+        dict(section=title, contents=found) for folder, title in FLOORS.items()
         if (found := take(f"{folder}/"))
     ]
     if left:
         raise ValueError(
-            f"{', '.join(left)}: no section of the sidebar takes this; add it to SECTIONS "
-            "in nbs/workshop/07_site.ipynb"
+            f"{', '.join(left)}: no section of the sidebar takes this; "
+            "add it to SECTIONS in nbs/workshop/07_site.ipynb"
         )
-    return dict(
-        website=dict(
-            sidebar=dict(contents=contents + [dict(section="API reference", contents=floors)])
-        )
-    )
+    return dict(website=dict(sidebar=dict(
+        contents=contents + [dict(section="API reference", contents=floors)])))
 
 # %% ../../nbs/workshop/07_site.ipynb #41190e96
 SITE, REPOSITORY = (
@@ -87,18 +73,15 @@ def page_of(
 ) -> str: # path of its page
     "How nbdev names the page of a notebook."
     folder, slash, name = notebook.rpartition("/")
-    return (
-        folder
-        + slash
-        + re.sub(r"^\d+[a-zA-Z0-9]*_", "", name.lower()).removesuffix(".ipynb")
-        + ".html"
-    )
+    return (folder + slash
+            + re.sub(r"^\d+[a-zA-Z0-9]*_", "", name.lower()).removesuffix(".ipynb") + ".html")
 
 # %% ../../nbs/workshop/07_site.ipynb #f9d3d91b
 def links_in(
     text: str, # Markdown
 ) -> list[str]: # targets
     "Where a Markdown text links to; code is left out."
+    # blocks of code, then code within a line
     text = re.sub(r"^(`{3,}|~{3,}).*?^\1", "", text, flags=re.M | re.S)
     text = re.sub(r"(`+)(?!`).*?\1", "", text)
     return (
@@ -126,8 +109,7 @@ def leads_nowhere(
 def notebooks_of(root: Path) -> list[Path]: # sorted
     "All notebooks of the project."
     return sorted(
-        p
-        for p in (root / "nbs").rglob("*.ipynb")
+        p for p in (root / "nbs").rglob("*.ipynb")
         if not any(part.startswith((".", "_")) for part in p.relative_to(root).parts)
     )
 
@@ -136,10 +118,8 @@ def _texts(cell):
     "The Markdown of a cell."
     if cell["cell_type"] == "markdown": return ["".join(cell["source"])]
     return [
-        "".join(o["data"][kind])
-        for o in cell.get("outputs", [])
-        for kind in ("text/markdown", "text/html")
-        if kind in o.get("data", {})
+        "".join(o["data"][kind]) for o in cell.get("outputs", [])
+        for kind in ("text/markdown", "text/html") if kind in o.get("data", {})
     ]
 
 # %% ../../nbs/workshop/07_site.ipynb #094fe732
@@ -151,39 +131,30 @@ def broken_links(
     notebooks = notebooks_of(root)
     page = {p: page_of(p.relative_to(root/"nbs").as_posix()) for p in notebooks}
     pages = set(page.values())
+    # a page is named without its notebook's number, so two may meet
     twice = [
         f"{p.relative_to(root).as_posix()}: {page[p]} is the page of another notebook too: "
         "their names differ only in the number"
-        for p in notebooks
-        if [*page.values()].count(page[p]) > 1
+        for p in notebooks if [*page.values()].count(page[p]) > 1
     ]
+    # all that a reader can see: the notebooks, the documents, and GitHub's forms
     texts = [
-        (p, t)
-        for p in notebooks
-        for cell in json.loads(p.read_text(encoding="utf-8"))["cells"]
+        (p, t) for p in notebooks for cell in json.loads(p.read_text(encoding="utf-8"))["cells"]
         for t in _texts(cell)
     ]
-    texts += [
-        (p, p.read_text(encoding="utf-8"))
-        for p in (
-            *sorted(root.glob("*.md")),
-            *sorted(root.glob(".github/**/*.md")),
-            *sorted(root.glob(".github/**/*.yml")),
-        )
-    ]
+    texts += [(p, p.read_text(encoding="utf-8")) for p in (
+        *sorted(root.glob("*.md")), *sorted(root.glob(".github/**/*.md")),
+        *sorted(root.glob(".github/**/*.yml")),
+    )]
+    # links, and names of files in code type that look like one
     wrong = [
-        f"{p.relative_to(root)}: {t}"
-        for p, text in texts
-        for t in links_in(text)
+        f"{p.relative_to(root)}: {t}" for p, text in texts for t in links_in(text)
         if leads_nowhere(t, p.parent, root, pages)
     ]
     named = [
-        f"{p.relative_to(root)}: {n}"
-        for p, text in texts
-        for n in re.findall(
-            r"(?<![\w/])(?:nbs|bench|himalaya_hest)/[\w/.-]*\.(?:ipynb|yaml|py|json)\b", text
-        )
-        if not (root / n).exists()
+        f"{p.relative_to(root)}: {n}" for p, text in texts for n in re.findall(
+            r"(?<![\w/])(?:nbs|bench|himalaya_hest)/[\w/.-]*\.(?:ipynb|yaml|py|json)\b", text)
+        if not (root/n).exists()
     ]
     return list(dict.fromkeys(twice + wrong + named))
 
@@ -206,21 +177,11 @@ def alt_texts(
     pictures = [
         o for o in cell.get("outputs", []) if any(k.startswith("image/") for k in o.get("data", {}))
     ]
-    return [
-        (
-            said[1]
-            if said
-            else next(
-                (
-                    v["alt"]
-                    for v in (o.get("metadata") or {}).values()
-                    if isinstance(v, dict) and v.get("alt")
-                ),
-                "",
-            )
-        )
-        for o in pictures
-    ]
+    # the directive counts for all pictures of the cell, the metadata each for its own
+    return [said[1] if said else next((
+        v["alt"] for v in (o.get("metadata") or {}).values()
+        if isinstance(v, dict) and v.get("alt")
+    ), "") for o in pictures]
 
 # %% ../../nbs/workshop/07_site.ipynb #00fd4fdb
 def fig_alt(
@@ -228,15 +189,10 @@ def fig_alt(
 ) -> None:
     """A processor of nbdev (`procs` in settings.ini): alternative texts of saved pictures as
     Quarto's directive."""
-    if (
-        cell.get("cell_type") != "code"
-        or "fig-alt" in "".join(cell["source"])
-        or not any(texts := alt_texts(cell))
-    ):
-        return
+    if (cell.get("cell_type") != "code" or "fig-alt" in "".join(cell["source"])
+            or not any(texts := alt_texts(cell))): return
     cell["source"] = (
-        "#| fig-alt: "
-        f"{json.dumps(texts[0] if len(texts) == 1 else texts, ensure_ascii=False)}\n"
+        f"#| fig-alt: {json.dumps(texts[0] if len(texts) == 1 else texts, ensure_ascii=False)}\n"
         + "".join(cell["source"])
     )
 
@@ -246,8 +202,7 @@ def figures_without_text(
 ) -> list[str]: # "notebook: cell"
     "Cells with a saved picture that nothing describes."
     return [
-        f"{p.name}: {cell.get('id')}"
-        for p in notebooks_of(Path(root))
+        f"{p.name}: {cell.get('id')}" for p in notebooks_of(Path(root))
         for cell in json.loads(p.read_text(encoding="utf-8"))["cells"]
         if cell["cell_type"] == "code" and not all(alt_texts(cell))
     ]
@@ -262,8 +217,7 @@ def write_sidebar(
     path = Path(root)/"nbs"/"sidebar.yml"
     text = "# Made by `python -m himalaya_hest.workshop.site`.\n" + yaml.safe_dump(
         sidebar([p.relative_to(path.parent).as_posix() for p in notebooks_of(Path(root))]),
-        sort_keys=False,
-        allow_unicode=True,
+        sort_keys=False, allow_unicode=True,
     )
     same = path.exists() and path.read_text(encoding="utf-8") == text
     if not (same or check): path.write_text(text, encoding="utf-8")
@@ -277,8 +231,7 @@ def main(
     figures without a text."""
     same = write_sidebar(check="--check" in arguments)
     faults = [f"broken link: {x}" for x in broken_links()] + [
-        f"figure without an alternative text: {x}" for x in figures_without_text()
-    ]
+        f"figure without an alternative text: {x}" for x in figures_without_text()]
     if "--check" in arguments and not same:
         faults.append("nbs/sidebar.yml is out of step: run python -m himalaya_hest.workshop.site")
     print("\n".join(faults) or "sidebar, links and figures are in order")
