@@ -45,8 +45,8 @@ def packed_twin(core):
     "A copy of a core that went through its packed state."
     from himalaya_hest.himalaya.packing import load_packed, packed_state, snap_slots_
     twin = copy.deepcopy(core)
-    snap_slots_(twin, (twin.owner >= 0).nonzero().squeeze(1), core.parts.atom_bits)
-    state = packed_state(twin, bits=core.parts.atom_bits)
+    snap_slots_(twin, (twin.owner >= 0).nonzero().squeeze(1), core.atom_bits)
+    state = packed_state(twin, bits=core.atom_bits)
     with torch.no_grad():
         for p in twin.parameters(): p.zero_() # what is measured comes from the packed state alone
     load_packed(twin, state)
@@ -138,9 +138,10 @@ def version():
 
 def made_with(run, exchanged):
     "The commit and the settings of a run: what has to be the same in the comparison for the figures to speak of it."
+    from himalaya_hest.himalaya.config import flat_of
     c = run.config
     return dict(git=version()["git"], dirty=version()["dirty"], preset=c.preset, gamma=run.adapter.tuner.core().dictionary.gamma, learning_rate=c.training["learning_rate"], exchanged=sorted(exchanged),
-                adapter_config=c.adapter_config, training={k: v for k, v in c.training.items() if k != "checkpoint_interval_s"}, seed=c.seed, order_seed=c.order_seed, tasks=len(run.order), world=run.world["digest"])
+                adapter_config=flat_of(vars(c)), training={k: v for k, v in c.training.items() if k != "checkpoint_interval_s"}, seed=c.seed, order_seed=c.order_seed, tasks=len(run.order), world=run.world["digest"])
 
 
 def norms(args):
@@ -152,7 +153,7 @@ def norms(args):
             shares = sorted(run.position.scores[-1].items())
             core.load_state_dict(packed_twin(core).state_dict())
             n_open, tokens, sizes = at_the_end(run)
-            out[name] = dict(**made_with(run, parts), prompts=len(n_open), bits=core.parts.atom_bits,
+            out[name] = dict(**made_with(run, parts), prompts=len(n_open), bits=core.atom_bits,
                 largest=[round(a, 5) for a, _ in points], smallest=[round(b, 5) for _, b in points], final_score=float(np.mean([s["score"] for _, s in shares])),
                 size=dict(of="r" if preset != "default" else "ΔW / γ", largest=float(sizes.max()), mean=float(sizes.mean())),
                 open=dict(mean=float(n_open.mean()), a_token=float((n_open * tokens).sum() / tokens.sum()), largest=int(n_open.max()), counts={int(k): int(v) for k, v in sorted(Counter(n_open.tolist()).items())},

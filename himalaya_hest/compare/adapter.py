@@ -19,13 +19,13 @@ from ..hest.costs import JOULES_PER_MULTIPLY_ADD, MODELLED, STATES, forward_cost
 from ..hest.energy_budget import EnergyReport
 from ..running.energy import CostCounter, SampleCosts, Utilisation
 from ..hest.shell import BudgetHooks, GatedModel
-from ..himalaya.growth import gates_of, tree_bias
+from ..himalaya.method import gates_of
 from ..hest.tuner import BY_SCOPE, PRESETS as HEST_PRESETS
 from ..bridge.routed import batch_contexts
 from ..himalaya.tuner import HimalayaModel
 from ..ground.hooks import HookList
 from ..himalaya.packing import check_budget, packed_bytes, packed_state
-from ..himalaya.presets import PRESETS, SIZES
+from ..himalaya.config import Settings, all_flat, flat
 from ..ground.table import Table
 from ..adapters.registry import Adapter, adapter_bytes
 from ..bridge.shell import ShellConfig
@@ -110,22 +110,25 @@ def _sites_said(sites):
 
 def _packed_said(core):
     "Is what runs what the packed file holds?"
-    if core.parts.atom_bits == 32: return "float32 (atom_bits is 32)"
-    try: packed_state(core, bits=core.parts.atom_bits)
-    except ValueError: return f"not yet on the {core.parts.atom_bits}-bit grid: pack_() puts it there"
-    return f"on the {core.parts.atom_bits}-bit grid: the packed file holds what runs"
+    if core.atom_bits == 32: return "float32 (atom_bits is 32)"
+    try: packed_state(core, bits=core.atom_bits)
+    except ValueError: return f"not yet on the {core.atom_bits}-bit grid: pack_() puts it there"
+    return f"on the {core.atom_bits}-bit grid: the packed file holds what runs"
 
 # %% ../../nbs/compare/07_adapter.ipynb #79e0abe8
-def _himalaya_standard(config):
-    "What the preset says of every field that defines the method."
-    own = [f for f in fields(config) if f.name not in ShellConfig.__dataclass_fields__ and f.name not in ("preset", "router_digest") and f.default is not MISSING]
-    return {f.name: f.default for f in own} | vars(PRESETS[config.preset]) | dict(n_slots=SIZES[config.preset]["n_slots"])
+def _himalaya_changes(config):
+    "What was changed in the preset, by short names."
+    standard, now = all_flat(Settings(preset=config.preset, seed=config.seed)), all_flat(config)
+    asked = flat(dict(parts=config.parts), config.preset)
+    told = [f"{n} {v} (for {standard[n]})" for n, v in now.items() if n in standard and v != standard[n]]
+    told += [f"{n} {v}" for n, v in asked.items() if n not in standard]
+    return ", ".join(told) or "nothing"
 
 def _himalaya_what(model, name, config, core):
     book, router = core.dictionary, core.router
     used, stored = int((core.owner >= 0).sum()), int((router.prototype_scale > 0).sum())
     masked = f"{router.n_features} fixed features, of which an instruction opens {router.n_open}" if hasattr(router, "n_open") else f"a perceptron of {router.n_features - 1} hidden units"
-    rows = [["adapter", f"{name!r}, HIMALAYA"], ["backbone", _backbone_said(model)], ["preset", config.preset], ["changed in it", _differs(config, _himalaya_standard(config))],
+    rows = [["adapter", f"{name!r}, HIMALAYA"], ["backbone", _backbone_said(model)], ["preset", config.preset], ["changed in it", _himalaya_changes(config)],
             ["sites", _sites_said(book.sites)], ["vectors read", ", ".join(book.read)], ["vectors written", ", ".join(book.write)],
             ["slots", f"{core.owner.numel()}: {used} in use, {core.owner.numel() - used} free"], ["slots a task may grow", str(config.slots_per_task)], ["slots open at once", f"{core.slots_per_sequence} at most, with a logit above {core.logit_threshold:g}"],
             ["router", f"{masked}; its last matrix {' × '.join(map(str, router.w2.shape))}"], ["instructions stored", f"{stored} of {len(router.prototype_scale)}"],
@@ -142,10 +145,10 @@ def _kept(adapter, name): return adapter_bytes(adapter) if name == adapter.tuner
 def _himalaya_bytes(adapter, name, config, core):
     "Parts, largest first, and their sum."
     kept = _kept(adapter, name)
-    serving = packed_bytes(core, serving=True, bits=core.parts.atom_bits)
+    serving = packed_bytes(core, serving=True, bits=core.atom_bits)
     total = sum(kept.values())
     rows = [[part, n, serving.get(part, 0), n / total] for part, n in sorted(kept.items(), key=lambda p: (-p[1], p[0]))]
-    full = check_budget(core, math.inf, core.parts.atom_bits)
+    full = check_budget(core, math.inf, core.atom_bits)
     limit = "no limit" if config.budget_mb is None else f"of a limit of {config.budget_mb:g} MB"
     title = f"Bytes: {total / 1e6:.3f} MB between tasks, {full:.3f} MB with all {core.owner.numel()} slots in use, {limit}; {sum(serving.values()) / 1e6:.3f} MB to serve"
     return Table(title, ["part", "between tasks", "to serve", "share"], rows + [["total", total, sum(serving.values()), 1.]])
@@ -214,7 +217,7 @@ def _opened(tuner, name, prompts):
     core, batch = tuner.himalaya_core[name], _checked(prompts, "himalaya_report")
     if batch.get("prompt_mask") is None and batch.get("labels") is None: batch["prompt_mask"] = batch["attention_mask"].bool()
     e, tau = batch_contexts(tuner, name, batch)
-    b, bias = len(batch["input_ids"]), tree_bias(core, e)
+    b, bias = len(batch["input_ids"]), core.bias(e)
     logits = core.router(core.router.features(e, tau))[0] + (0 if bias is None else bias)
     opened, update = gates_of(core, logits, False)[0], core.route(e, tau)
     norms = logits.new_zeros(len(core.dictionary.sites), len(e)) if update is None else update_norms(update)
@@ -233,7 +236,7 @@ def _himalaya_prompts(core, opened, logits, norms):
 # %% ../../nbs/compare/07_adapter.ipynb #42837b2a
 def _himalaya_warnings(core, config, life, kept, faults, opened):
     owner, out = core.owner, []
-    free, full = int((owner < 0).sum()), check_budget(core, math.inf, core.parts.atom_bits)
+    free, full = int((owner < 0).sum()), check_budget(core, math.inf, core.atom_bits)
     idle = ((owner >= 0) & (core.usage == 0)).nonzero().squeeze(1).tolist()
     if not core.router.is_fitted: out.append("the router has no statistics of generic text: call fit_statistics(tokenizer) before training")
     if int(core.current) >= 0: out.append(f"task {int(core.current)} is still in training: its slots are neither frozen nor packed")

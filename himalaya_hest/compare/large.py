@@ -8,6 +8,7 @@ __all__ = ['large_llama', 'large_adapter', 'large_bytes']
 # %% ../../nbs/compare/02_large.ipynb #3949b95c
 import torch
 
+from ..himalaya.config import in_parts
 from ..himalaya.packing import fill_of, packed_bytes, Fill
 from ..running.plan import _state_bytes
 from ..adapters.registry import Adapter, build_adapter, parse_adapter
@@ -28,7 +29,7 @@ def large_adapter(
     "The record's adapter on the large model."
     c = record["config"]
     method, fields = parse_adapter(c["adapter"])[0], dict(c.get("adapter_config") or {})
-    if method == "himalaya": fields["budget_mb"] = None # to count what would be over the budget, too
+    if method == "himalaya": fields = in_parts(fields, c["preset"]) | dict(budget_mb=None) # to count what would be over the budget, too
     with torch.device("meta"): return build_adapter(method, large_llama(), None, c["preset"], fields, None, c["seed"])
 
 def large_bytes(

@@ -11,6 +11,7 @@ import json
 
 import numpy as np
 
+from ..himalaya.config import flat_of
 from ..measures.continual import evaluated_rows, forgetting_per_task
 from .large import large_adapter, large_bytes
 from .pairs import bca_interval, by_pair, effect_size, example_interval, holm, is_number, method_of, row_means, sign_flip_p
@@ -233,7 +234,7 @@ def tuned_single(
 ) -> float | None: # mean just-learned score of the tasks alone; None where no such run is there
     "What the reference learns of each task alone, mean over its runs. Raises ValueError where they were run with several settings."
     runs = [r for r in records if r["config"].get("protocol") == "single" and r["config"]["adapter"] == adapter]
-    rates = {json.dumps([[r["config"].get("training", {}).get(k) for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")], r["config"].get("adapter_config")]) for r in runs}
+    rates = {json.dumps([[r["config"].get("training", {}).get(k) for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")], flat_of(r["config"])]) for r in runs}
     if len(rates) > 1: raise ValueError(f"{adapter} was run on single tasks with several settings ({', '.join(sorted(rates))}): keep the one that the development world chose")
     return float(np.mean([r["summary"]["just_learned_accuracy"] for r in runs])) if runs else None
 

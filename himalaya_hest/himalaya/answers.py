@@ -11,8 +11,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from .growth import HimalayaCore, gates_of
-from .presets import Parts
+from .method import HimalayaCore, gates_of
+from .config import Parts
 
 # %% ../../nbs/himalaya/13_answers.ipynb #e5e9c591
 @torch.no_grad()

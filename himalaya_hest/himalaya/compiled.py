@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .dictionary import Dictionary, ball
-from .growth import HimalayaCore
+from .method import HimalayaCore
 from ..ground.linalg import unit
 from .router import BudgetGates, first_slots
 

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..ground.files import tensor_digest
-from .growth import HimalayaCore, refit_tree, router_columns, set_projector
+from .method import HimalayaCore, follow_atoms, router_columns, set_projector
 from ..ground.linalg import unpack_symmetric
 from ..ground.quant import dequantise_groups, grouped_bytes, quantise_groups
 
@@ -145,7 +145,7 @@ def load_packed(
     core.opened.zero_()
     if serving: core.current.fill_(-1); core.temperature.fill_(1.)
     set_projector(core, torch.zeros_like(core.projector) if serving else unpack_symmetric(core.projector_triangle))
-    refit_tree(core)
+    follow_atoms(core)
 
 # %% ../../nbs/himalaya/11_packing.ipynb #9915fe02
 class Fill(NamedTuple):

@@ -19,6 +19,7 @@ from pathlib import Path
 from ..running.config import RunConfig, told_parameters
 from .run import run_continual
 from ..measures.records import NEEDED, Table
+from ..himalaya.config import all_flat, flat_of, in_parts
 from ..adapters.registry import _config_class, need_adapter_module, parse_adapter, resolve_adapter_config, searched_defaults
 
 # %% ../../nbs/jobs/05_again.ipynb #7109eb85
@@ -48,11 +49,14 @@ def as_it_was(
     config: dict, # of a record
 ) -> dict: # the same, with what its adapter left open then
     "The config with the class's own values where a search has changed the default since."
-    adapter, preset, given = config["adapter"], config["preset"], config.get("adapter_config") or {}
+    adapter, preset, given = config["adapter"], config["preset"], flat_of(config)
     opened = searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys()
     if not opened: return config
-    own = _config_class(parse_adapter(adapter)[0])(**resolve_adapter_config(adapter, preset, given, config["seed"]))
-    return config | dict(adapter_config=given | {k: getattr(own, k) for k in sorted(opened)})
+    method, _ = parse_adapter(adapter)
+    known = in_parts(given, preset) if method == "himalaya" else given
+    own = _config_class(method)(**resolve_adapter_config(adapter, preset, known, config["seed"]))
+    values = all_flat(own) if method == "himalaya" else vars(own)
+    return config | dict(adapter_config=given | {k: values[k] for k in sorted(opened) if k in values})
 
 def parameters_of(
     record: dict, # of a run

@@ -53,9 +53,10 @@ def combinations(
         for values in itertools.product(*axes.values()):
             run = json.loads(json.dumps(grid.get("base", {})))
             for name, value in zip(axes, values):
-                outer, dot, inner = name.partition(".")
-                if dot: run.setdefault(outer, {})[inner] = value
-                else: run[name] = value
+                *outer, inner = name.split(".")
+                within = run
+                for key in outer: within = within.setdefault(key, {})
+                within[inner] = value
             for i in range(repeated or 1):
                 if pairs is None or max(i, run.get("seed", 0)) < pairs: runs.append((i, run | (dict(seed=i, order_seed=i) if repeated else {})))
     return [run for _, run in sorted(runs, key=lambda r: r[0])]

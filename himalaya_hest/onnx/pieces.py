@@ -123,8 +123,8 @@ class SlotSites(Sites):
         self.widths = {w: [n for n, x in tables.items() if x.shape[1] == w] for w in sorted({x.shape[1] for x in tables.values()})}
         for w, names in self.widths.items():
             x = torch.cat([tables[n] for n in names])
-            rows = pack_rows(*quantise_groups(x, core.parts.atom_bits), w) if packed else Rows(x)
-            if not torch.equal(take_rows(rows, torch.arange(len(x))[None])[0], x): raise ValueError(f"cannot be exported to ONNX: vectors of width {w} are not on their {core.parts.atom_bits}-bit grid, so packing would change the answers; export with packed=False")
+            rows = pack_rows(*quantise_groups(x, core.atom_bits), w) if packed else Rows(x)
+            if not torch.equal(take_rows(rows, torch.arange(len(x))[None])[0], x): raise ValueError(f"cannot be exported to ONNX: vectors of width {w} are not on their {core.atom_bits}-bit grid, so packing would change the answers; export with packed=False")
             self.keep(f"width_{w}", rows)
     def begin(self, slots, coefficients):
         self.now, self.v = {}, coefficients
@@ -254,7 +254,7 @@ def routed_pieces(tuner, core, packed):
     embedding = tuner.model.get_input_embeddings().weight
     means = PromptMeans(embedding, rarity(core.router, len(embedding)))
     if isinstance(tuner, LoraBankModel): return BankSites(core, packed), BankRouter(core, means)
-    sites = SlotSites(core, packed and core.parts.atom_bits < 32)
+    sites = SlotSites(core, packed and core.atom_bits < 32)
     return sites, SlotRouter(core, means, [sites.norms[r] * sites.norms[w] for r, w in sites.spaces])
 
 # %% ../../nbs/onnx/03_pieces.ipynb #546a3416

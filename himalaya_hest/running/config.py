@@ -22,9 +22,9 @@ from pathlib import Path
 from ..measures.programs import check_platform
 from ..hest.tuner import PRESETS, tabs_e_max
 from ..measures.energy import METERS
-from ..himalaya.presets import PARTS, parts_of
+from ..himalaya.config import flat, flat_of, in_parts, numbers_of
 from ..adapters.registry import EWC_DEFAULTS, import_adapter_module, is_from_outside, parse_adapter, resolve_adapter_config, searched_defaults, training_defaults
-from ..himalaya.published.streaming import STREAMING
+from ..himalaya.published.triggers import Segments
 from ..ground.table import Table
 from ..streams.tasks import nearest
 
@@ -348,6 +348,7 @@ def told_parameters(
     "What two runs are compared by."
     heard = lambda values, group: {k: v for k, v in values.items() if k not in SILENT[group] or v != SILENT[group][k]}
     parameters = {k: v for k, v in parameters.items() if k != "adapter_module"} # where a module lies; what it says is adapter_source
+    if "adapter_config" in parameters: parameters["adapter_config"] = flat_of(parameters) # as the first records have it
     out = heard(parameters | {k: v for k, v in MIRROR.items() if k in parameters}, "") | ({"replay_share": parameters["replay_share"]} if parameters.get("protocol") == "replay" else {})
     out |= {g: heard(out[g], g) for g in ("evaluation", "training", "energy") if isinstance(out.get(g), dict)}
     return out | ({"training": {k: v for k, v in out["training"].items() if k not in WITHOUT_EFFECT}} if "training" in out else {})
@@ -426,7 +427,8 @@ def resolve(
     if cfg.ewc and not with_ewc: raise ValueError(f"parameter ewc is given, but adapter {cfg.adapter!r} has no EWC; use {cfg.adapter + '+ewc'!r}.")
     searched = searched_defaults(cfg.adapter, cfg.preset, cfg.scale)
     cfg.ewc = asdict(_checked(EWCParameters, searched["ewc"] | cfg.ewc, "ewc.")) if with_ewc else {}
-    cfg.adapter_config = searched["adapter_config"] | dict(cfg.adapter_config)
+    if method == "himalaya": cfg.adapter_config = in_parts(searched["adapter_config"] | flat(cfg.adapter_config, cfg.preset), cfg.preset)
+    else: cfg.adapter_config = searched["adapter_config"] | dict(cfg.adapter_config)
     _resolve_budget(cfg, method, later)
     formed = resolve_adapter_config(cfg.adapter, cfg.preset, cfg.adapter_config, cfg.seed)
     if cfg.preset != "default" and "preset" not in formed: raise ValueError(f"parameter preset = {cfg.preset!r}, but adapter {cfg.adapter!r} has one form only: 'default'.")
@@ -539,9 +541,9 @@ def _check_stopping(cfg, method, formed):
         return
     why = dict(zero_shot="nothing is trained", joint="all tasks are trained at once, and none has an end of its own").get(cfg.protocol)
     if why: raise ValueError(f"parameter training.eval_steps = {steps}, but under protocol {cfg.protocol!r} {why}; leave it out.")
-    trigger = parts_of(cfg.preset, {p: formed.get(p) for p in PARTS}).growth_trigger if method == "himalaya" else ""
-    if trigger in STREAMING:
-        raise ValueError(f"parameter training.eval_steps = {steps}, but with growth_trigger {trigger!r} adapter {cfg.adapter!r} has segments of its own, not tasks, and what it counts of them cannot go back; leave it out, or take growth_trigger 'boundary'.")
+    trigger = numbers_of(cfg.preset, formed.get("parts"), "growth_trigger") if method == "himalaya" else None
+    if isinstance(trigger, Segments):
+        raise ValueError(f"parameter training.eval_steps = {steps}, but with the growth_trigger of {type(trigger).__name__} adapter {cfg.adapter!r} has segments of its own, not tasks, and what it counts of them cannot go back; leave it out, or take growth_trigger 'boundary'.")
     for name, n in {cfg.stream: cfg.n_tasks, **({cfg.search["stream"]: cfg.search["n_tasks"]} if cfg.search else {})}.items():
         if lacking := [t.name for t in _stream(name).tasks[:n or None] if "development" not in t.splits]:
             raise ValueError(f"parameter training.eval_steps = {steps} chooses a model by rows that are not reported, but task {lacking[0]!r} of stream {name!r} has no split 'development'; "

@@ -36,7 +36,7 @@ from ..streams.instructions import instructed
 from ..adapters.lora_bank import bank_bytes
 from ..streams.mixed_rows import n_kept, row_bytes
 from ..himalaya.packing import fill_of, packed_bytes
-from ..himalaya.presets import spaces_of
+from ..himalaya.config import spaces_of
 from ..adapters.registry import adapter_bytes, build_adapter
 from ..bridge.shell import ShellLayer
 from ..streams.sources import spread
@@ -168,7 +168,7 @@ def adapter_size(
 
 def _state_bytes(adapter, n_tasks):
     core = adapter.tuner.core() if hasattr(adapter.tuner, "core") else None
-    if hasattr(core, "owner"): return sum(packed_bytes(core, bits=core.parts.atom_bits, filled=fill_of(core, full=True)).values())
+    if hasattr(core, "owner"): return sum(packed_bytes(core, bits=core.atom_bits, filled=fill_of(core, full=True)).values())
     if hasattr(core, "used"): return sum(bank_bytes(core, n_tasks).values())
     if hasattr(adapter.tuner, "bytes_after"): return adapter.tuner.bytes_after(n_tasks)
     return sum(adapter_bytes(adapter).values())

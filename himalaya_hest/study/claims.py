@@ -23,6 +23,7 @@ import yaml
 
 from .curves import stopped_after
 from ..compare.large import large_adapter, large_bytes
+from ..himalaya.config import Settings, flat_of
 from ..himalaya.packing import fill_of, packed_bytes
 from ..compare.pairs import bca_interval, by_pair, holm, method_of, sign_flip_p
 from ..measures.records import Table
@@ -270,9 +271,10 @@ def _settings_told(e, name, form):
     runs = e.of("himalaya" if preset == "default" else f"himalaya {preset}")
     if not runs: return ""
     c = next(iter(runs.values()))["config"]
+    set_ = flat_of(c)
     text = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
-    ours, theirs = dict(gamma=form["gamma"]) | form["training"], dict(gamma=c.get("adapter_config", {}).get("gamma", 4.)) | c.get("training", {})
-    own = {k: (form["adapter_config"].get(k, "unset"), c.get("adapter_config", {}).get(k, "unset")) for k in sorted({*form["adapter_config"], *c.get("adapter_config", {})} - {"gamma", *form["exchanged"]})}
+    ours, theirs = dict(gamma=form["gamma"]) | form["training"], dict(gamma=set_.get("gamma", Settings.gamma)) | c.get("training", {})
+    own = {k: (form["adapter_config"].get(k, "unset"), set_.get(k, "unset")) for k in sorted({*form["adapter_config"], *set_} - {"gamma", *form["exchanged"]})}
     differ = [f"{k} {text(a)}, not {text(b)}" for k, (a, b) in ({k: (ours[k], theirs[k]) for k in ours if k in theirs} | own).items() if a != b]
     return f"measured with {', '.join(differ)} as in the comparison" if differ else ""
 

@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['POLICIES', 'conjugate_gradients', 'imprint', 'blocks', 'drop_', 'move_slot_', 'imprint_', 'rotate_', 'Merged',
-           'merge', 'merge_', 'Freed', 'slot_to_free', 'pair_losses']
+           'merge', 'merge_', 'Freed', 'slot_to_free', 'pair_losses', 'Room', 'give_up', 'AllSlots']
 
 # %% ../../../nbs/himalaya/published/07_consolidation.ipynb #a59bc10c
+import warnings
+from dataclasses import dataclass
 from typing import Callable, NamedTuple
 
 import torch
@@ -216,3 +218,70 @@ def pair_losses(
         new = merge({w: p.detach()[[i, j]] for w, p in book.read.items()}, {w: p.detach()[[i, j]] for w, p in book.write.items()}, book.gain.detach()[:, [i, j]], _widths(book))
         out[i, j] = new.lost * new.energy
     return out.to(owner.device)
+
+# %% ../../../nbs/himalaya/published/07_consolidation.ipynb #522e5f2f
+@dataclass
+class Room:
+    "The parts `when_full` and `consolidation`."
+    policy: str # one of POLICIES, other than refuse
+    consolidation: str # none, imprint, rotation
+    def make(self,
+        core, # a HimalayaCore
+        wanted: int, # free slots
+        gradients: dict, # (space read, space written) → (d_out, d_in); their squares are the Fisher information of an imprint
+        name: str, # of the task that wants them
+        pack: Callable, # puts slots that changed back on their grid
+    ) -> list: # what was freed, and the share of its task's strength that went with it
+        "Free slots until enough are free or none can be had; a `UserWarning` for each."
+        freed = []
+        while len(core.free_slots()) < wanted:
+            new = self.next(core)
+            if new.slot < 0: break
+            if new.into >= 0:
+                merge_(core.dictionary, core.router.w2, core.owner, new.into, new.slot)
+                core.usage[new.into] += core.usage[new.slot]; core.usage[new.slot] = 0
+            else: new = new._replace(lost=give_up(core, self.consolidation, new.slot, gradients, new.lost))
+            warnings.warn(f"to make room for task {name}: {new}")
+            freed.append(new)
+        if freed: pack((core.owner >= 0).nonzero().squeeze(1))
+        return freed
+    def next(self, core) -> Freed:
+        "The slot that goes next."
+        book = core.dictionary
+        energy = book.gain.detach().square().sum(0) if torch.count_nonzero(book.gain) else core.usage.double()
+        allowed = (torch.arange(len(core.owner), device=core.owner.device) >= core.n_kept) & (core.owner >= 0)
+        pairs = pair_losses(book, core.owner) if self.policy == "merge" else None
+        return slot_to_free(self.policy, core.owner, int(core.current), core.usage, energy, pairs, allowed)
+
+# %% ../../../nbs/himalaya/published/07_consolidation.ipynb #4561b70a
+def give_up(
+    core, # a HimalayaCore
+    consolidation: str, # none, imprint, rotation
+    slot: int,
+    gradients: dict, # (space read, space written) → (d_out, d_in)
+    lost: float, # share of the task's strength, if nothing is kept
+) -> float: # share that is lost
+    "Hand a slot to the core, or drop it."
+    book, columns, n = core.dictionary, [core.dictionary.gain, core.router.w2], core.n_kept
+    rows = list(dict.fromkeys([*book.read.values(), *book.write.values()]))
+    core.usage[slot] = 0
+    if consolidation == "rotation" and rotate_(rows, columns, core.owner, core.usage, n, slot) >= 0: return 0.
+    if consolidation != "imprint":
+        drop_(columns, core.owner, slot)
+        return lost
+    # the Fisher information of every vector, by the squares of its gradients
+    squares = [sum(m.square().sum(0) for (r, _), m in gradients.items() if r == key) for key in book.read]
+    if book.write is not book.read: squares += [sum(m.square().sum(1) for (_, w), m in gradients.items() if w == key) for key in book.write]
+    whole = torch.cat([p.detach() for p in rows], 1)
+    delta, gone = imprint(whole[slot], whole[:n], torch.cat(squares))
+    before = core.router.w2.detach().clone()
+    imprint_(columns, core.owner, slot, torch.arange(n, device=core.owner.device), delta)
+    core.protection.moved(core, before)
+    core.owner[:n] = torch.where(core.owner[:n] < 0, core.owner.new_tensor(0), core.owner[:n])
+    return lost * gone
+
+# %% ../../../nbs/himalaya/published/07_consolidation.ipynb #5c2f0750
+class AllSlots:
+    "The part `train_slots: all`."
+    by_task = False
+    def moving(self, core): return core.owner >= 0

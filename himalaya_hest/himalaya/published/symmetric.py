@@ -88,6 +88,8 @@ class SymmetricDictionary(nn.Module):
         gains = torch.zeros(len(sites), n_slots)
         if gain == "slots": self.gain = nn.Parameter(gains)
         else: self.register_buffer("gain", gains, persistent=False)
+    n_fixed = property(lambda self: self.n_core) # slots whose vectors never move
+    def folded(self, gradient): return gradient + gradient.T # one vector reads and writes
     def forward(self, slots, coefficients, s=None): return symmetric_update(self, slots, coefficients, s)
 
 @patch(as_prop=True)

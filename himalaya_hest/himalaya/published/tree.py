@@ -4,14 +4,17 @@
 
 # %% auto #0
 __all__ = ['tree_shape', 'cut_level', 'KDTree', 'rebuild', 'check_atoms', 'refit', 'box_gap', 'Nearest', 'compare', 'nearest',
-           'leaf_log_probability', 'gate_bias']
+           'leaf_log_probability', 'gate_bias', 'Tree', 'CoreTree']
 
 # %% ../../../nbs/himalaya/published/04_tree.ipynb #6173080f
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from ...ground.linalg import unit
 
 # %% ../../../nbs/himalaya/published/04_tree.ipynb #0efa5003
 def tree_shape(
@@ -193,3 +196,29 @@ def gate_bias(
     sizes = torch.from_numpy(np.diff(tree.starts[-1])).to(x.device)
     log_p = leaf_log_probability(tree, x).repeat_interleave(sizes, 1)
     return torch.empty_like(log_p).index_copy(1, tree.order.long(), log_p)
+
+# %% ../../../nbs/himalaya/published/04_tree.ipynb #7c6de843
+@dataclass
+class Tree:
+    "The part `kd_tree`."
+    fanout: int = 8 # children of a node
+    leaf: int = 4 # atoms of a leaf
+    RANGES = dict(fanout=(1, 1024), leaf=(1, 1024))
+    def make(self, n_atoms: int) -> "CoreTree": return CoreTree(n_atoms, self.fanout, self.leaf)
+
+class CoreTree(KDTree):
+    "A tree over the atoms of a core."
+    def atoms(self, core) -> Tensor: # (K_e, d)
+        book, width = core.dictionary.read, len(core.router.e_mean)
+        fits = [k for k, p in book.items() if p.shape[1] == width]
+        if not fits:
+            raise ValueError("kd_tree looks for atoms near the prompt's mean embedding of width "
+                             f"{width}, but no site reads that width: the sites read {', '.join(book)}")
+        return book[fits[0]].detach()[core.n_kept:]
+    def cut(self, core) -> None: # the atoms anew
+        if not self.atoms(core).is_meta: self.rebuild(self.atoms(core))
+    def follow(self, core) -> None: self.refit(self.atoms(core)) # the cuts stay
+    def bias(self, core, e: Tensor) -> Tensor: # e (..., d) → (..., K), 0 for the core
+        x = (e - core.router.e_mean) / core.router.e_scale
+        bias = self.gate_bias(unit(x).flatten(0, -2)).view(*e.shape[:-1], -1)
+        return nn.functional.pad(bias, (core.n_kept, 0))
