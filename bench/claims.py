@@ -121,7 +121,7 @@ def trained(preset, parts, n_tasks, stream, folder):
     points = []
     class Norms(StreamHooks):
         def on_task_end(self, loader): points.append(atom_norms(packed_twin(run.adapter.tuner.core())))
-    config = resolve(dict(adapter="himalaya", preset=preset, adapter_config=parts, stream=stream, n_tasks=n_tasks, results_dir=folder, cache_dir=f"{folder}/cache", hooks=["Norms"],
+    config = resolve(dict(adapter="himalaya", preset=preset, adapter_config=dict(parts=parts), stream=stream, n_tasks=n_tasks, results_dir=folder, cache_dir=f"{folder}/cache", hooks=["Norms"],
                           evaluation=dict(latency_pairs=0, after_tasks=[])))
     run = ContinualRun(config, quiet=True, hooks=(Norms(),))
     run.accelerator = Accelerator(cpu=True)
