@@ -126,6 +126,10 @@ class LoraMaskedConfig(ShellConfig):
         self.peft_type = PeftType["LORA_MASKED"]
         if not 1 <= self.n_open <= self.r: raise ValueError(f"n_open = {self.n_open}, r = {self.r}; expected 1 ≤ n_open ≤ r")
         if bad := [n for n in ("lora_alpha", "context_batches") if not getattr(self, n) > 0]: raise ValueError(f"{bad[0]} must be positive, got {getattr(self, bad[0])}")
+    @staticmethod
+    def old_form(values: dict, tensors: dict) -> str: # empty: it is not
+        "How a file shows that it is from before the control had a name of its own in it."
+        return "whose tensors went by HIMALAYA's name" if any(".himalaya_core." in n for n in tensors) else ""
 
 class LoraMaskedModel(RoutedModel):
     "LoRA behind a mask, attached to a causal language model."

@@ -211,6 +211,6 @@ class Protection:
 
 @dataclass
 class Owm(Protection):
-    "P ← (P⁻¹ + C/α)⁻¹ at a task's end."
+    "Orthogonal weight modification."
     alpha: float = .1 # the smaller, the stronger the protection
     def updated(self, projector, phi) -> Tensor: return owm_update(projector, phi, self.alpha)

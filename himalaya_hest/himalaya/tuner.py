@@ -22,7 +22,7 @@ from ..bridge.shell import Place, ShellConfig
 from .answers import has_digests, prompt_keys
 from .compiled import fixed_faults, fixed_route
 from .dictionary import Site
-from .config import Settings, check_settings, spaces_of
+from .config import FLAT, PARTS, Settings, check_settings, spaces_of
 from .growth import HimalayaHooks, Tapped, optimizer_groups, tapped
 from .method import HimalayaCore
 from .packing import check_budget, impossible_numbers, load_packed_file, packed_bytes, snap_slots_, write_packed
@@ -39,6 +39,11 @@ class HimalayaConfig(ShellConfig, Settings):
         super().__post_init__()
         check_settings(self)
         self.peft_type = PeftType["HIMALAYA"]
+    @staticmethod
+    def old_form(values: dict, tensors: dict) -> str: # empty: it is not
+        "How a file shows that it is from before `parts`."
+        old = sorted({*PARTS, *FLAT} & values.keys())
+        return f"in which {old[0]} was a field of its own" if old else ""
 
 # %% ../../nbs/himalaya/15_tuner.ipynb #29a69d9f
 @patch

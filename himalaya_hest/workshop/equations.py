@@ -23,17 +23,17 @@ import yaml
 
 # %% ../../nbs/workshop/09_equations.ipynb #bd3602a5
 PACKAGE = Path(importlib.util.find_spec("himalaya_hest").origin).parent
-SHELL = ("himalaya.tuner",) # what makes it a PEFT method
+SHELL = ("himalaya.tuner", "bridge.routed") # what makes it a PEFT method
 
 def file_of(module: str, folder: Path = PACKAGE) -> Path: return folder/f"{module.replace('.', '/')}.py"
 
 def method_modules(
     folder: Path = PACKAGE, # of exported modules
 ) -> tuple: # names, by the number of their notebook
-    "The plain torch of the method: the floor `himalaya`, the shell apart, with the linear algebra and the quantisation it stands on."
+    "The plain torch of the method: the floor `himalaya`, the shell apart, with the linear algebra, the quantisation and the reading of prompts that it stands on."
     def notebook(path): return re.search(r"File to edit: (?:\.\./)+nbs/[\w/]*?(\w+)\.ipynb", path.read_text(encoding="utf-8"))
     place = {".".join(p.relative_to(folder).with_suffix("").parts): m[1] for p in folder.glob("himalaya/**/*.py") if (m := notebook(p))}
-    return "ground.linalg", "ground.quant", *sorted((m for m in place if m not in SHELL), key=place.get)
+    return "ground.linalg", "ground.quant", "bridge.prompt", *sorted((m for m in place if m not in SHELL), key=place.get)
 
 def module_and_path(
     name: str, # a function of the package, such as himalaya.dictionary.Update.apply
@@ -115,8 +115,11 @@ def users(
     "Functions, methods and subclasses that use a name; `forward` and `__init__` stand for their class."
     def uses(node): return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
     nodes, found = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != name], set()
+    def name_of(f): # a method that is patched in goes by its class, as those inside it do
+        of = f.args.args[0].annotation if any("patch" in ast.unparse(d) for d in f.decorator_list) else None
+        return f.name if of is None else ast.unparse(of)
     for n in nodes:
-        if isinstance(n, ast.FunctionDef): found |= {n.name} if uses(n) else set()
+        if isinstance(n, ast.FunctionDef): found |= {name_of(n)} if uses(n) else set()
         else: found |= {n.name if m.name in ("forward", "__init__") else m.name for m in n.body if isinstance(m, ast.FunctionDef) and uses(m)} | ({n.name} if any(map(uses, n.bases)) else set())
     return found
 
