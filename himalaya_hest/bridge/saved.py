@@ -377,7 +377,7 @@ def open_adapter(
     cls = known_class(kind, at or path, (record or {}).get("module", ""))
     ours = is_ours(kind)
     if values is not None and hasattr(cls, "old_form") and (why := cls.old_form(values, tensors)):
-        raise ValueError(f"{path} was saved in the form of version 0.1, {why}: himalaya_hest.adapters.convert.convert_adapter writes it in the present form")
+        raise ValueError(f"{path} was saved in an earlier form, {why}: himalaya_hest.adapters.convert.convert_adapter writes it in the present form")
     return Opened(path, tensors, values, record, config or made_config(cls, values, sum(t.numel() for t in tensors.values()), at, ours), ours)
 
 def is_ours(kind) -> bool | None: # None: of no method that is known
