@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from ..adapters.registry import _config_class, adapter_names, parse_adapter
@@ -44,7 +45,10 @@ def short_run(
         # two steps are too few for anybody's liking, and that is warned of
         warnings.simplefilter("ignore")
         given = parameters_of_short(name) | dict(results_dir=folder, cache_dir=str(cache_dir))
-        record = run_continual(given, quiet=True)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1) # sums are split among threads
+        try: record = run_continual(given, quiet=True)
+        finally: torch.set_num_threads(threads)
         # the folder goes, so the trained tensors are read while it is there
         saved = Path(folder)/record["run_id"]/"adapter"/"adapter_model.safetensors"
         digest = tensor_digest(load_file(saved))
