@@ -69,7 +69,7 @@ def main():
     task, tokenizer = prompts_of(first, args.prompts), first.tokenizer
     assistant, rows = load_backbone("mini", dtype="float32")[0], []
     bound = {
-        scope_of(c.adapter, c.preset, c.adapter_config): c.e_max
+        scope_of(c.adapter, c.preset, c.adapter_config): c.adapter_config["e_max"]
         for c, _ in runs.values()
         if c.adapter == "hest"
     }

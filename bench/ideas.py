@@ -18,7 +18,7 @@ import yaml
 TASKS = ("conll2003", "qqp", "trec", "squad_v2", "rte", "ag_news", "code_alpaca", "mrpc")
 IDEAS = {
     "default": {},
-    "vectors by width": {"adapter_config": {"vector_spaces": "width"}},
+    "vectors by width": {"adapter_config": {"parts": {"vector_spaces": "width"}}},
     "betas .9, .999": {"training": {"adam_beta1": 0.9, "adam_beta2": 0.999}},
     "warm-up of a tenth": {"training": {"warmup_ratio": 0.1}},
     "vector rate 110": {"adapter_config": {"vector_rate": 110.0}},

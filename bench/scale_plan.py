@@ -444,11 +444,10 @@ def budgets():
 
 def fills_up():
     "Streams of tasks whose slots are all kept, on a small backbone: after how many tasks nothing is free, and what then happens."
-    from himalaya_hest.himalaya.growth import free_slots
-    from himalaya_hest.ground.hooks import TaskContext
+        from himalaya_hest.ground.hooks import TaskContext
     out, shape = [], ("llama", 128, 2, 4, 4, 344, 2048)
     for each, policy, tasks in ((3, "refuse", 26), (2, "refuse", 36), (1, "refuse", 68), (2, "evict", 36), (2, "overwrite", 36), (2, "merge", 36)):
-        adapter, _ = built(dict(adapter="himalaya", adapter_config=dict(slots_per_task=each, when_full=policy)), shape, "float32", False, 2)
+        adapter, _ = built(dict(adapter="himalaya", adapter_config=dict(slots_per_task=each, parts=dict(when_full=policy))), shape, "float32", False, 2)
         core, said, full = adapter.tuner.core(), set(), None
         for i in range(tasks):
             loader = [batch_of(2, 64, 1, first=i)]
@@ -458,7 +457,7 @@ def fills_up():
                 core.dictionary.gain[:, core.own] = .1 # as if it had learned: a slot of strength 0 has nothing to lose
                 adapter.hooks.on_task_end(loader)
             said |= {str(w.message).replace(f"task 'task {i}'", "a task").split(":")[0].split("; ")[0] for w in told if "full" in str(w.message) or "no place" in str(w.message) or "make room" in str(w.message)}
-            if full is None and not len(free_slots(core)): full = i + 1
+            if full is None and not len(core.free_slots()): full = i + 1
         life = adapter.hooks.hooks[0].life
         out.append(dict(n_slots=len(core.owner), slots_a_task=each, when_full=policy, tasks=tasks, full_after_tasks=full, tasks_without_slots=sum(not r["grown"] for r in life), slots_taken_from_others=sum(r["freed"] for r in life), tasks_left=len(core.owner.unique()), said=sorted(said)))
         print(out[-1], flush=True)
@@ -479,10 +478,12 @@ def bank_fills(shape):
 def projector_room(n_features, width=1024, rows=64, sampled=40):
     "Tasks with instructions and prompts drawn at random, two closed-form keys each, protected one after another: what is left of the feature space, and who answers."
     from himalaya_hest.himalaya.dictionary import Site
-    from himalaya_hest.himalaya.growth import HimalayaCore, free_slots, gates_of, set_key, set_projector
+    from himalaya_hest.himalaya.config import Settings
+    from himalaya_hest.himalaya.growth import set_key
+    from himalaya_hest.himalaya.method import HimalayaCore, gates_of, set_projector
     from himalaya_hest.ground.linalg import owm_update
     from himalaya_hest.himalaya.router import add_prototype
-    core, gen = HimalayaCore([Site("o_proj", 8, 8)], width, 2 * max(TASKS), n_features), torch.Generator().manual_seed(0)
+    core, gen = HimalayaCore([Site("o_proj", 8, 8)], width, Settings(n_slots=2 * max(TASKS), n_features=n_features)), torch.Generator().manual_seed(0)
     for n in ("mean", "scale"): [getattr(core.router, f"{x}_{n}").fill_(float(n == "scale")) for x in "et"]
     centres, taus = (torch.randn(max(TASKS) + 20, width, generator=gen) for _ in range(2))
     draw = lambda t: core.router.features(centres[t] + torch.randn(rows, width, generator=gen), taus[t].expand(rows, -1)) # half of a row's variance is the task's
@@ -494,7 +495,7 @@ def projector_room(n_features, width=1024, rows=64, sampled=40):
     with torch.no_grad():
         for t in range(max(TASKS)):
             add_prototype(core.router, taus[t])
-            phi, slots = draw(t), free_slots(core)[:2]
+            phi, slots = draw(t), core.free_slots()[:2]
             core.owner[slots] = t
             set_key(core, slots, phi, 3.)
             set_projector(core, owm_update(core.projector, phi, .1))
@@ -531,11 +532,13 @@ def clocked(run, least=1., most=100):
 def growing_parts(K, width=4096, n_sites=2, rows=8):
     "Processor seconds of what grows with the number of slots."
     from himalaya_hest.himalaya.dictionary import Site
-    from himalaya_hest.himalaya.growth import HimalayaCore, HimalayaHooks, finish_step, grow, protect, reopen
+    from himalaya_hest.himalaya.config import Settings
+    from himalaya_hest.himalaya.growth import HimalayaHooks, finish_step, grow, protect, reopen
+    from himalaya_hest.himalaya.method import HimalayaCore
     from himalaya_hest.himalaya.packing import snap_slots_
     from himalaya_hest.himalaya.router import add_prototype
     torch.set_num_threads(1)
-    core, gen = HimalayaCore([Site(f"layers.{i}.self_attn.o_proj", width, width) for i in range(n_sites)], width, K), torch.Generator().manual_seed(0)
+    core, gen = HimalayaCore([Site(f"layers.{i}.self_attn.o_proj", width, width) for i in range(n_sites)], width, Settings(n_slots=K)), torch.Generator().manual_seed(0)
     for n in ("mean", "scale"): [getattr(core.router, f"{x}_{n}").fill_(float(n == "scale")) for x in "et"]
     e, tau = (torch.randn(64, width, generator=gen) for _ in range(2))
     with torch.no_grad():

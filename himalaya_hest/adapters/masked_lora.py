@@ -14,7 +14,9 @@ from typing import Callable, Optional, Union
 
 import torch
 from fastcore.basics import patch
-from peft import TaskType # TaskType, Optional, Union: named by PeftConfig's annotations, which documentation tools resolve here
+# TaskType, Optional, Union: named by PeftConfig's annotations, which documentation tools resolve
+# here
+from peft import TaskType
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
@@ -38,7 +40,9 @@ class Instructions(nn.Module):
     ):
         super().__init__()
         for name in ("t_mean", "t_scale"): self.register_buffer(name, torch.zeros(width))
-        for name in ("e_mean", "e_scale"): self.register_buffer(name, torch.zeros(width), persistent=False) # measured with the others, not used
+        for name in ("e_mean", "e_scale"):
+            # measured with the others, not used
+            self.register_buffer(name, torch.zeros(width), persistent=False)
         self.register_buffer("counted", torch.full((n_counted,), -1, dtype=torch.int32))
         self.register_buffer("frequency", torch.zeros(n_counted))
         self.codes, self.scales = RowStack(width, dtype=torch.int8), RowStack(1)
@@ -46,6 +50,7 @@ class Instructions(nn.Module):
     prototypes = property(lambda self: self.codes.rows) # (n, d) int8
     prototype_scale = property(lambda self: self.scales.rows[:, 0]) # (n,)
 
+# %% ../../nbs/adapters/09_masked_lora.ipynb #4794f04d
 @torch.no_grad()
 def remember_instruction(
     seen: Instructions,
@@ -64,10 +69,17 @@ def opened(
     tau: Tensor, # (b, d) mean embedding of each prompt's instruction
     n_open: int, # k
 ) -> Tensor: # (b, r), k ones in a row
-    "m(τ): the components that W_t τ' ranks highest, τ' the nearest prototype. `RuntimeError` without statistics."
+    """m(τ): the components that W_t τ' ranks highest, τ' the nearest prototype. `RuntimeError`
+    without statistics."""
     if not seen.is_fitted:
-        raise RuntimeError("the adapter has no statistics of generic text yet: call fit_statistics(tokenizer) once after get_peft_model, or load an adapter that was saved after it")
-    return open_units(nearest_prototype(seen, (tau - seen.t_mean) / seen.t_scale, scaled=False), signs, n_open)
+        raise RuntimeError(
+            "the adapter has no statistics of generic text yet: call "
+            "fit_statistics(tokenizer) once after get_peft_model, or load an adapter that "
+            "was saved after it"
+        )
+    return open_units(
+        nearest_prototype(seen, (tau - seen.t_mean) / seen.t_scale, scaled=False), signs, n_open
+    )
 
 # %% ../../nbs/adapters/09_masked_lora.ipynb #7ae42f3b
 class MaskedLora(RoutedCore):
@@ -81,13 +93,28 @@ class MaskedLora(RoutedCore):
         seed: int = 0, # of the first values and the signs
     ):
         super().__init__()
-        self.sites, self.r, self.n_open, self.alpha, self.router, gen = list(sites), r, n_open, alpha, Instructions(width), drawn_from(seed)
-        self.A = nn.ParameterList([(2 * torch.rand(r, s.d_in, generator=gen) - 1) / s.d_in**.5 for s in self.sites]) # rows a_j
+        self.sites, self.r, self.n_open, self.alpha, self.router, gen = (
+            list(sites),
+            r,
+            n_open,
+            alpha,
+            Instructions(width),
+            drawn_from(seed),
+        )
+        # rows a_j
+        self.A = nn.ParameterList(
+            [(2 * torch.rand(r, s.d_in, generator=gen) - 1) / s.d_in**0.5 for s in self.sites]
+        )
         self.B = nn.ParameterList([torch.zeros(r, s.d_out) for s in self.sites]) # rows b_j
         self.register_buffer("signs", philox_signs(seed, 2, (r, width)), persistent=False)
     def route(self, e, tau): # each (b, d); the prompt's mean e is not used
         strength = opened(self.router, self.signs, tau, self.n_open) * (self.alpha / self.n_open)
-        return Update(torch.arange(self.r, device=tau.device), [strength] * len(self.sites), list(self.A), list(self.B))
+        return Update(
+            torch.arange(self.r, device=tau.device),
+            [strength] * len(self.sites),
+            list(self.A),
+            list(self.B),
+        )
 
 # %% ../../nbs/adapters/09_masked_lora.ipynb #916d90d4
 class MaskHooks(StreamHooks):
@@ -111,7 +138,11 @@ def masked_bytes(
     "Bytes of what `save_pretrained` writes; masks and signs follow from the seed."
     count = lambda ts: sum(t.numel() * t.element_size() for t in ts)
     seen = core.router
-    return dict(factors=count(core.parameters()), prototypes=n_prototypes * (seen.t_mean.numel() + 4), statistics=count((seen.t_mean, seen.t_scale, seen.counted, seen.frequency)))
+    return dict(
+        factors=count(core.parameters()),
+        prototypes=n_prototypes * (seen.t_mean.numel() + 4),
+        statistics=count((seen.t_mean, seen.t_scale, seen.counted, seen.frequency)),
+    )
 
 # %% ../../nbs/adapters/09_masked_lora.ipynb #3fbae509
 @dataclass
@@ -124,14 +155,27 @@ class LoraMaskedConfig(ShellConfig):
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType["LORA_MASKED"]
-        if not 1 <= self.n_open <= self.r: raise ValueError(f"n_open = {self.n_open}, r = {self.r}; expected 1 ≤ n_open ≤ r")
-        if bad := [n for n in ("lora_alpha", "context_batches") if not getattr(self, n) > 0]: raise ValueError(f"{bad[0]} must be positive, got {getattr(self, bad[0])}")
+        if not 1 <= self.n_open <= self.r:
+            raise ValueError(f"n_open = {self.n_open}, r = {self.r}; expected 1 ≤ n_open ≤ r")
+        if bad := [n for n in ("lora_alpha", "context_batches") if not getattr(self, n) > 0]:
+            raise ValueError(f"{bad[0]} must be positive, got {getattr(self, bad[0])}")
+    @staticmethod
+    def old_form(values: dict, tensors: dict) -> str: # empty: it is not
+        "How a file shows that it is from before the control had a name of its own in it."
+        return (
+            "whose tensors went by HIMALAYA's name"
+            if any(".himalaya_core." in n for n in tensors)
+            else ""
+        )
 
+# %% ../../nbs/adapters/09_masked_lora.ipynb #8e4d0dcf
 class LoraMaskedModel(RoutedModel):
     "LoRA behind a mask, attached to a causal language model."
     prefix = "lora_masked_"
     def make_core(self, config, sites):
-        return MaskedLora(sites, self.width, config.r, config.n_open, config.lora_alpha, config.seed)
+        return MaskedLora(
+            sites, self.width, config.r, config.n_open, config.lora_alpha, config.seed
+        )
     def make_hooks(self, name):
         contexts = partial(batch_contexts, self, name)
         return MaskHooks(self.cores[name], contexts, self.peft_config[name].context_batches)
@@ -141,14 +185,18 @@ class LoraMaskedModel(RoutedModel):
     # components are shared, so any task may change any answer
     def keeps_answers(self, adapter_name: str | None = None) -> bool: return False
     def answer_keys(self, batch: dict, adapter_name: str | None = None) -> None: return None
-    def dictionary_life(self, adapter_name: str | None = None) -> list: return [] # no slots come and go
+    def dictionary_life(self, adapter_name: str | None = None) -> list:
+        # no slots come and go
+        return []
 
 # %% ../../nbs/adapters/09_masked_lora.ipynb #89ebb3b3
 @patch
-def state_bytes(self: LoraMaskedModel, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
+# part → bytes
+def state_bytes(self: LoraMaskedModel, adapter_name: str | None = None) -> dict[str, int]:
     "Bytes of every part that `save_pretrained` writes."
     return masked_bytes(self.core(adapter_name), len(self.core(adapter_name).router.codes))
 
+# %% ../../nbs/adapters/09_masked_lora.ipynb #ee4fa6d6
 @patch
 def bytes_after(self: LoraMaskedModel, n_tasks: int, adapter_name: str | None = None) -> int:
     "Bytes once so many tasks are learned, each with an instruction of its own."

@@ -54,15 +54,25 @@ def read_json(
     "One JSON object of finite numbers; `ValueError` naming the file for anything else."
     path = Path(path)
     try:
-        if path.stat().st_size > MAX_JSON: raise ValueError(f"it has {path.stat().st_size} bytes, over {MAX_JSON}")
-        out = json.loads(path.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite)
-        if not isinstance(out, dict): raise ValueError(f"it holds {type(out).__name__}, expected an object")
-    except RecursionError as e: raise ValueError(f"{path} is nested too deep for a configuration; get the file again") from e
-    except (OSError, ValueError) as e: raise ValueError(f"{path} cannot be read as JSON: {e}; get the file again") from e
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"it has {path.stat().st_size} bytes, over {MAX_JSON}")
+        out = json.loads(
+            path.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite
+        )
+        if not isinstance(out, dict):
+            raise ValueError(f"it holds {type(out).__name__}, expected an object")
+    except RecursionError as e:
+        raise ValueError(
+            f"{path} is nested too deep for a configuration; get the file again"
+        ) from e
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path} cannot be read as JSON: {e}; get the file again") from e
     return out
 
+# %% ../../nbs/bridge/04_saved.ipynb #1fb55da1
 def _finite(text):
-    if not math.isfinite(x := float(text)): raise ValueError(f"it holds {text}, expected finite numbers")
+    if not math.isfinite(x := float(text)):
+        raise ValueError(f"it holds {text}, expected finite numbers")
     return x
 
 def read_tensors(
@@ -70,31 +80,57 @@ def read_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, str]]: # name → tensor on the CPU, metadata
     "`ValueError` naming the file unless it is a whole safetensors file."
     try:
-        with safe_open(str(path), "pt") as f: return {n: f.get_tensor(n) for n in f.keys()}, f.metadata() or {}
-    except Exception as e: raise ValueError(f"{path} is not a whole safetensors file ({type(e).__name__}: {e}); get the file again") from e
+        with safe_open(str(path), "pt") as f:
+            return {n: f.get_tensor(n) for n in f.keys()}, f.metadata() or {}
+    except Exception as e:
+        raise ValueError(
+            f"{path} is not a whole safetensors file ({type(e).__name__}: {e}); get the "
+            "file again"
+        ) from e
 
 # %% ../../nbs/bridge/04_saved.ipynb #fd99ddd4
 FORMAT, KEY = 1, "himalaya_hest"
 NEUTRAL = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version")
 UNORDERED = ("target_modules", "exclude_modules", "modules_to_save", "feedforward_modules")
-FACTS = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_local_experts", "num_experts")
+FACTS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_local_experts",
+    "num_experts",
+)
 
 def in_order(
     config: dict, # as adapter_config.json has it
 ) -> dict:
     "The same, with names of modules sorted."
-    def one(k, v): return sorted(v) if k in UNORDERED and isinstance(v, list) and all(isinstance(n, str) for n in v) else v
+    def one(k, v):
+        return (
+            sorted(v)
+            if k in UNORDERED and isinstance(v, list) and all(isinstance(n, str) for n in v)
+            else v
+        )
     return {k: one(k, v) for k, v in config.items()}
 
+# %% ../../nbs/bridge/04_saved.ipynb #3b5c5235
 def settings_digest(
     config: dict, # as adapter_config.json has it
     record: dict, # without its digests
-    as_it_lies: bool = False, # names of modules in the order of the file, as earlier versions had it
+    # names of modules in the order of the file, as earlier versions had it
+    as_it_lies: bool = False,
 ) -> str: # 64 hex digits
     "SHA-256 over all fields but the neutral ones, and over the rest of the record."
-    kept = [{k: v for k, v in (config if as_it_lies else in_order(config)).items() if k not in NEUTRAL}, record]
+    kept = [
+        {k: v for k, v in (config if as_it_lies else in_order(config)).items() if k not in NEUTRAL},
+        record,
+    ]
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
+# %% ../../nbs/bridge/04_saved.ipynb #2e4f51e7
 def backbone_facts(
     model: nn.Module,
 ) -> dict: # those of `FACTS` that its configuration has
@@ -120,19 +156,33 @@ def add_metadata(
         shutil.copyfileobj(old, new)
     os.replace(temporary, path)
 
+# %% ../../nbs/bridge/04_saved.ipynb #eec9c37d
 def write_record(
     folder: str | Path, # that `save_pretrained` wrote
     backbone: nn.Module, # on which the adapter was trained
 ) -> dict: # the record
-    "Sort the names of modules of a saved adapter, and put its digests into its file; `ValueError` if it cannot be read."
+    """Sort the names of modules of a saved adapter, and put its digests into its file; `ValueError`
+    if it cannot be read."""
     folder = Path(folder)
-    config, (tensors, _) = in_order(lies := read_json(folder/CONFIG_NAME)), read_tensors(folder/SAFETENSORS_WEIGHTS_NAME)
-    if config != lies: (folder/CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8") # as PEFT writes it
-    record = dict(format=FORMAT, version=himalaya_hest.__version__, module=known_class(config.get("peft_type"), folder/CONFIG_NAME).__module__, backbone=backbone_facts(backbone))
+    config, (tensors, _) = in_order(lies := read_json(folder / CONFIG_NAME)), read_tensors(
+        folder / SAFETENSORS_WEIGHTS_NAME
+    )
+    if config != lies:
+        # as PEFT writes it
+        (folder / CONFIG_NAME).write_text(
+            json.dumps(config, indent=2, sort_keys=True), encoding="utf-8"
+        )
+    record = dict(
+        format=FORMAT,
+        version=himalaya_hest.__version__,
+        module=known_class(config.get("peft_type"), folder / CONFIG_NAME).__module__,
+        backbone=backbone_facts(backbone),
+    )
     record |= dict(settings=settings_digest(config, record), tensors=tensor_digest(tensors))
     add_metadata(folder/SAFETENSORS_WEIGHTS_NAME, KEY, json.dumps(record, sort_keys=True))
     return record
 
+# %% ../../nbs/bridge/04_saved.ipynb #f824eae9
 def known_class(
     kind, # what a file says of its method
     path: Path, # of the file
@@ -141,11 +191,21 @@ def known_class(
     "`ValueError` for a method that neither PEFT nor this process knows."
     found = PEFT_TYPE_TO_CONFIG_MAPPING.get(kind) if isinstance(kind, str) else None
     if found is not None: return found
-    ours = module if re.fullmatch(r"himalaya_hest(\.\w+)+", module) else "himalaya_hest.adapters.registry"
-    raise ValueError(f"{path} has the peft_type {str(kind)[:60]!r}, which PEFT {peft.__version__} does not know and no imported module has registered: if it is a method of himalaya_hest, import {ours} first, otherwise the module that registers it")
+    ours = (
+        module
+        if re.fullmatch(r"himalaya_hest(\.\w+)+", module)
+        else "himalaya_hest.adapters.registry"
+    )
+    raise ValueError(
+        f"{path} has the peft_type {str(kind)[:60]!r}, which PEFT {peft.__version__} does "
+        "not know and no imported module has registered: if it is a method of "
+        f"himalaya_hest, import {ours} first, otherwise the module that registers it"
+    )
 
 # %% ../../nbs/bridge/04_saved.ipynb #5c9c522f
-_HUB = [n for n in inspect.signature(hf_hub_download).parameters if n not in ("repo_id", "filename")]
+_HUB = [
+    n for n in inspect.signature(hf_hub_download).parameters if n not in ("repo_id", "filename")
+]
 
 def check_name(
     name: str,
@@ -153,8 +213,12 @@ def check_name(
 ) -> None:
     "`ValueError` for a name that would be a path out of its folder."
     if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\\0]", name):
-        raise ValueError(f"{what} is {name!r}; expected a name without slashes: it is a folder's name, and not a path")
+        raise ValueError(
+            f"{what} is {name!r}; expected a name without slashes: it is a folder's name, "
+            "and not a path"
+        )
 
+# %% ../../nbs/bridge/04_saved.ipynb #012cd8a9
 def find_file(
     model_id: str | Path, # folder or repository
     name: str, # of the file
@@ -163,12 +227,19 @@ def find_file(
     "`ValueError` if the file is neither in the folder nor on the hub."
     hub = {k: v for k, v in options.items() if k in _HUB and v is not None}
     parts = Path(hub.get("subfolder") or "").parts
-    if ".." in parts or Path(*parts).is_absolute(): raise ValueError(f"subfolder is {hub['subfolder']!r}; expected a folder below {model_id}")
+    if ".." in parts or Path(*parts).is_absolute():
+        raise ValueError(f"subfolder is {hub['subfolder']!r}; expected a folder below {model_id}")
     folder = Path(model_id, *parts)
     if (folder/name).is_file(): return folder/name
     if not Path(model_id).is_dir():
-        with contextlib.suppress(Exception): return Path(hf_hub_download(str(model_id), name, **hub))
-    what = f": there is {WEIGHTS_NAME}, a pickle, which can run code when it is opened and is not read. Save the adapter again with safe_serialization=True" if (folder/WEIGHTS_NAME).exists() and name == SAFETENSORS_WEIGHTS_NAME else "; expected a folder that save_pretrained wrote, or such a repository"
+        with contextlib.suppress(Exception):
+            return Path(hf_hub_download(str(model_id), name, **hub))
+    what = (
+        f": there is {WEIGHTS_NAME}, a pickle, which can run code when it is opened and is "
+        "not read. Save the adapter again with safe_serialization=True"
+        if (folder / WEIGHTS_NAME).exists() and name == SAFETENSORS_WEIGHTS_NAME
+        else "; expected a folder that save_pretrained wrote, or such a repository"
+    )
     raise ValueError(f"{folder} has no {name}{what}")
 
 # %% ../../nbs/bridge/04_saved.ipynb #57adab0a
@@ -182,14 +253,27 @@ def of_type(
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType): return any(of_type(value, a) for a in args)
     if origin is typing.Literal: return value in args
-    if origin in (list, set, tuple): return isinstance(value, list) and all(of_type(v, args[0]) for v in value if args)
-    if origin is dict: return isinstance(value, dict) and all(of_type(v, args[1]) for v in value.values())
+    if origin in (list, set, tuple):
+        return isinstance(value, list) and all(of_type(v, args[0]) for v in value if args)
+    if origin is dict:
+        return isinstance(value, dict) and all(of_type(v, args[1]) for v in value.values())
     if hint in (None, type(None)): return value is None
     if hint is bool: return isinstance(value, bool)
-    if hint is int: return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-    if hint is float: return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
-    return isinstance(value, str) if hint is str or isinstance(hint, type) and issubclass(hint, str) else True
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    if hint is float:
+        return (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and abs(value) <= LARGEST
+        )
+    return (
+        isinstance(value, str)
+        if hint is str or isinstance(hint, type) and issubclass(hint, str)
+        else True
+    )
 
+# %% ../../nbs/bridge/04_saved.ipynb #d1996021
 def config_faults(
     cls: type, # of the configuration
     values: dict, # as adapter_config.json has them
@@ -197,10 +281,24 @@ def config_faults(
 ) -> list[str]:
     "What a configuration of our own says that cannot be."
     hints, known = typing.get_type_hints(cls), {f.name for f in fields(cls)}
-    wrong = [f"the field {n!r} is unknown to {cls.__name__} of version {himalaya_hest.__version__}: a newer version wrote it, or it is misspelt" for n in values if n not in known]
-    wrong += [f"{n} is {_short(v)}, expected {_name_of(hints[n])}" for n, v in values.items() if n in known and not of_type(v, hints[n])]
-    return wrong + [f"{n} is {v}, but its file holds {numbers} numbers" for n, v in values.items() if n in known and type(v) is int and "seed" not in n and abs(v) > max(65_536, numbers)]
+    wrong = [
+        f"the field {n!r} is unknown to {cls.__name__} of version "
+        f"{himalaya_hest.__version__}: a newer version wrote it, or it is misspelt"
+        for n in values
+        if n not in known
+    ]
+    wrong += [
+        f"{n} is {_short(v)}, expected {_name_of(hints[n])}"
+        for n, v in values.items()
+        if n in known and not of_type(v, hints[n])
+    ]
+    return wrong + [
+        f"{n} is {v}, but its file holds {numbers} numbers"
+        for n, v in values.items()
+        if n in known and type(v) is int and "seed" not in n and abs(v) > max(65_536, numbers)
+    ]
 
+# %% ../../nbs/bridge/04_saved.ipynb #2f197fd0
 def size_of_numbers(
     values: dict, # as adapter_config.json has them
 ) -> list[str]:
@@ -208,11 +306,19 @@ def size_of_numbers(
     wrong, left = [], [(n, v) for n, v in values.items() if not re.search("seed|key", n)]
     while left:
         n, v = left.pop()
-        if isinstance(v, (list, dict)): left += [(n, x) for x in (v.values() if isinstance(v, dict) else v)]
-        elif isinstance(v, (int, float)) and abs(v) > LARGEST: wrong.append(f"{n} is {_short(v)}, expected a number of at most {LARGEST:g}")
+        if isinstance(v, (list, dict)):
+            left += [(n, x) for x in (v.values() if isinstance(v, dict) else v)]
+        elif isinstance(v, (int, float)) and abs(v) > LARGEST:
+            wrong.append(f"{n} is {_short(v)}, expected a number of at most {LARGEST:g}")
     return wrong
 
-def _name_of(hint): return f"a number of at most {LARGEST:g}" if hint is float else getattr(hint, "__name__", str(hint))
+# %% ../../nbs/bridge/04_saved.ipynb #9980771a
+def _name_of(hint):
+    return (
+        f"a number of at most {LARGEST:g}"
+        if hint is float
+        else getattr(hint, "__name__", str(hint))
+    )
 def _short(x): return repr(x) if len(repr(x)) < 60 else repr(x)[:60] + "…"
 
 # %% ../../nbs/bridge/04_saved.ipynb #53d858c5
@@ -221,36 +327,63 @@ def skeleton(
 ) -> nn.Module: # the same modules; parameters and buffers on the meta device, but for counters: whole numbers without a shape
     "A copy without values."
     memo = {}
-    for t in chain.from_iterable(chain(m._parameters.values(), m._buffers.values()) for m in model.modules()):
+    for t in chain.from_iterable(
+        chain(m._parameters.values(), m._buffers.values()) for m in model.modules()
+    ):
         if t is None or id(t) in memo: continue
-        empty = torch.empty_like(t, device="meta") if t.dim() or t.is_floating_point() else t.detach().clone()
-        memo[id(t)] = nn.Parameter(empty, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else empty
+        empty = (
+            torch.empty_like(t, device="meta")
+            if t.dim() or t.is_floating_point()
+            else t.detach().clone()
+        )
+        memo[id(t)] = (
+            nn.Parameter(empty, requires_grad=t.requires_grad)
+            if isinstance(t, nn.Parameter)
+            else empty
+        )
     return copy.deepcopy(model, memo)
 
+# %% ../../nbs/bridge/04_saved.ipynb #846b7f04
 class Expected(NamedTuple):
     "What an adapter's file has to hold."
     tensors: dict # name → tensor on the meta device
-    growing: dict # name of a tensor that may have any number of rows → a key; those of one key have equally many
+    # name of a tensor that may have any number of rows → a key; those of one key have equally
+    # many
+    growing: dict
     embeddings: dict # name → tensor that may be saved as well
 
+# %% ../../nbs/bridge/04_saved.ipynb #f04ecac6
 def expected_tensors(
     model: nn.Module, # a backbone, or a PEFT model that gets one more adapter
     config, # a PeftConfig
     adapter_name: str = "default",
     tensors: dict[str, Tensor] | None = None, # of the file, for its counters
 ) -> Expected:
-    "Names, shapes and types; the model is not touched. Whatever a method says against its configuration is raised."
+    """Names, shapes and types; the model is not touched. Whatever a method says against its
+    configuration is raised."""
     made, config = skeleton(model), copy.deepcopy(config)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if not isinstance(made, PeftModel): made = get_peft_model(made, config, adapter_name, low_cpu_mem_usage=True)
-        elif adapter_name not in made.peft_config: made.add_adapter(adapter_name, config, low_cpu_mem_usage=True)
-    whole = {f"{p}.{n}" if p else n: t for p, m in made.named_modules(remove_duplicate=False) for n, t in chain(m._parameters.items(), m._buffers.items()) if t is not None and n not in m._non_persistent_buffers_set}
+        if not isinstance(made, PeftModel):
+            made = get_peft_model(made, config, adapter_name, low_cpu_mem_usage=True)
+        elif adapter_name not in made.peft_config:
+            made.add_adapter(adapter_name, config, low_cpu_mem_usage=True)
+    whole = {
+        f"{p}.{n}" if p else n: t
+        for p, m in made.named_modules(remove_duplicate=False)
+        for n, t in chain(m._parameters.items(), m._buffers.items())
+        if t is not None and n not in m._non_persistent_buffers_set
+    }
     saved = get_peft_model_state_dict(made, whole, adapter_name, save_embedding_layers=False)
     stacks = row_stacks(made)
     growing = {n: stacks[id(t)] for n, t in saved.items() if id(t) in stacks}
-    if set_counters(made, saved, tensors or {}): saved = get_peft_model_state_dict(made, None, adapter_name, save_embedding_layers=False)
-    return Expected(saved, growing, {n: t for n, t in whole.items() if n not in saved and _in_embedding(made, t)})
+    if set_counters(made, saved, tensors or {}):
+        saved = get_peft_model_state_dict(made, None, adapter_name, save_embedding_layers=False)
+    return Expected(
+        saved,
+        growing,
+        {n: t for n, t in whole.items() if n not in saved and _in_embedding(made, t)},
+    )
 
 # %% ../../nbs/bridge/04_saved.ipynb #2d65896b
 def set_counters(
@@ -268,17 +401,33 @@ def set_counters(
             else: m._buffers[key] = given.clone()
     return done
 
+# %% ../../nbs/bridge/04_saved.ipynb #344321b9
 def _in_embedding(model, t):
-    tables = [getattr(model.get_base_model(), f"get_{kind}_embeddings", lambda: None)() for kind in ("input", "output")] if isinstance(model, PeftModel) else []
+    tables = (
+        [
+            getattr(model.get_base_model(), f"get_{kind}_embeddings", lambda: None)()
+            for kind in ("input", "output")
+        ]
+        if isinstance(model, PeftModel)
+        else []
+    )
     return any(t is p for m in tables if m is not None for p in m.parameters())
 
+# %% ../../nbs/bridge/04_saved.ipynb #82d8d64d
 def row_stacks(model) -> dict[int, tuple]: # id of a stack's rows → key of those that grow together
-    "Stacks of one module grow together, and those of one name at one site; the entries of a ModuleDict are one by adapter."
+    """Stacks of one module grow together, and those of one name at one site; the entries of a
+    ModuleDict are one by adapter."""
     found = {}
-    for layer in [m for m in model.modules() if isinstance(m, BaseTunerLayer)] + [model]: # a stack at a site is found there first
+    # a stack at a site is found there first
+    for layer in [m for m in model.modules() if isinstance(m, BaseTunerLayer)] + [model]:
         for m in layer.modules():
             for name, child in m.named_children():
-                if isinstance(child, RowStack) and id(child.rows) not in found: found[id(child.rows)] = (name, id(child)) if isinstance(m, nn.ModuleDict) else (name, id(layer)) if layer is not model else ("", id(m))
+                if isinstance(child, RowStack) and id(child.rows) not in found:
+                    found[id(child.rows)] = (
+                        (name, id(child))
+                        if isinstance(m, nn.ModuleDict)
+                        else (name, id(layer)) if layer is not model else ("", id(m))
+                    )
     return found
 
 # %% ../../nbs/bridge/04_saved.ipynb #5a2e7703
@@ -290,13 +439,26 @@ def read_record(
     if KEY not in metadata: return None
     try: record = json.loads(metadata[KEY])
     except (ValueError, RecursionError): record = None
-    if not isinstance(record, dict) or type(record.get("format")) is not int: raise ValueError(f"{path} has a record that cannot be read: it was changed or damaged; get the file again")
+    if not isinstance(record, dict) or type(record.get("format")) is not int:
+        raise ValueError(
+            f"{path} has a record that cannot be read: it was changed or damaged; get the "
+            "file again"
+        )
     if record["format"] > FORMAT:
-        raise ValueError(f"{path} was saved by himalaya_hest {_short(record.get('version'))} in format {record['format']}; this is version {himalaya_hest.__version__}, which reads up to format {FORMAT}: install that version or a later one")
+        raise ValueError(
+            f"{path} was saved by himalaya_hest {_short(record.get('version'))} in format "
+            f"{record['format']}; this is version {himalaya_hest.__version__}, which reads "
+            f"up to format {FORMAT}: install that version or a later one"
+        )
     kinds = dict(version=str, module=str, backbone=dict, settings=str, tensors=str)
-    if bad := [n for n, t in kinds.items() if not isinstance(record.get(n), t)]: raise ValueError(f"{path} has a record whose {bad[0]} is {_short(record.get(bad[0]))}: it was changed or damaged; get the file again")
+    if bad := [n for n, t in kinds.items() if not isinstance(record.get(n), t)]:
+        raise ValueError(
+            f"{path} has a record whose {bad[0]} is {_short(record.get(bad[0]))}: it was "
+            "changed or damaged; get the file again"
+        )
     return record
 
+# %% ../../nbs/bridge/04_saved.ipynb #9cddeddb
 def check_record(
     record: dict, # as `read_record` gave it
     config: dict | None, # as adapter_config.json has it; None: there is no such file
@@ -304,14 +466,35 @@ def check_record(
     backbone: nn.Module,
     path: Path, # of the tensors
 ) -> None:
-    "`ValueError` for other tensors or fields than were saved, and for another backbone than they were saved on."
-    rest, damaged = {k: v for k, v in record.items() if k not in ("settings", "tensors")}, "were changed or damaged after they were saved: get the files again, or, if they were changed on purpose, load them where they still fit and save them anew"
-    if (now := tensor_digest(tensors)) != record["tensors"]: raise ValueError(f"the tensors of {path} have the digest {now[:12]}, expected {record['tensors'][:12]}: they {damaged}")
-    if config is not None and (now := settings_digest(config, rest)) != record["settings"] != settings_digest(config, rest, as_it_lies=True):
-        raise ValueError(f"{path.with_name(CONFIG_NAME)} and the record in {path.name} have the digest {now[:12]}, expected {record['settings'][:12]}: they {damaged}")
+    """`ValueError` for other tensors or fields than were saved, and for another backbone than they
+    were saved on."""
+    rest, damaged = (
+        {k: v for k, v in record.items() if k not in ("settings", "tensors")},
+        "were changed or damaged after they were saved: get the files again, or, if they "
+        "were changed on purpose, load them where they still fit and save them anew",
+    )
+    if (now := tensor_digest(tensors)) != record["tensors"]:
+        raise ValueError(
+            f"the tensors of {path} have the digest {now[:12]}, expected "
+            f"{record['tensors'][:12]}: they {damaged}"
+        )
+    if config is not None and (now := settings_digest(config, rest)) != record[
+        "settings"
+    ] != settings_digest(config, rest, as_it_lies=True):
+        raise ValueError(
+            f"{path.with_name(CONFIG_NAME)} and the record in {path.name} have the digest "
+            f"{now[:12]}, expected {record['settings'][:12]}: they {damaged}"
+        )
     saved, here = record["backbone"], backbone_facts(backbone)
-    if differ := [f"{n} {saved[n]} there and {here[n]} here" for n in saved if n in here and saved[n] != here[n]]:
-        raise ValueError(f"{path} was saved on another backbone than this {type(backbone).__name__}: {', '.join(differ)}; load it on the backbone it was trained on")
+    if differ := [
+        f"{n} {saved[n]} there and {here[n]} here"
+        for n in saved
+        if n in here and saved[n] != here[n]
+    ]:
+        raise ValueError(
+            f"{path} was saved on another backbone than this {type(backbone).__name__}: "
+            f"{', '.join(differ)}; load it on the backbone it was trained on"
+        )
 
 # %% ../../nbs/bridge/04_saved.ipynb #a1a62f10
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -321,29 +504,55 @@ def shape_faults(
     want: Expected,
 ) -> list[str]:
     "Tensors that are missing, too many, or of another shape or type."
-    wrong = [f"{n} is missing" for n in want.tensors if n not in tensors] + [f"{n} is not expected" for n in tensors if n not in want.tensors and n not in want.embeddings]
+    wrong = [f"{n} is missing" for n in want.tensors if n not in tensors] + [
+        f"{n} is not expected"
+        for n in tensors
+        if n not in want.tensors and n not in want.embeddings
+    ]
     for n, t in tensors.items():
         w = want.tensors.get(n, want.embeddings.get(n))
         if w is None: continue
         rows = n in want.growing and t.dim() == w.dim()
-        if t.shape[rows:] != w.shape[rows:]: wrong.append(f"{n} has shape {tuple(t.shape)}, expected {tuple(w.shape)}")
-        elif t.dtype != w.dtype and not (t.dtype in _FLOATS and w.dtype in _FLOATS): wrong.append(f"{n} is {t.dtype}, expected {w.dtype}")
+        if t.shape[rows:] != w.shape[rows:]:
+            wrong.append(f"{n} has shape {tuple(t.shape)}, expected {tuple(w.shape)}")
+        elif t.dtype != w.dtype and not (t.dtype in _FLOATS and w.dtype in _FLOATS):
+            wrong.append(f"{n} is {t.dtype}, expected {w.dtype}")
     stacks = {}
-    for n in sorted(want.growing.keys() & tensors.keys()): stacks.setdefault(want.growing[n], {})[n] = len(tensors[n]) if tensors[n].dim() else 0
-    return wrong + [f"{' and '.join(s)} have {' and '.join(map(str, s.values()))} rows, expected equally many" for s in stacks.values() if len(set(s.values())) > 1]
+    for n in sorted(want.growing.keys() & tensors.keys()):
+        stacks.setdefault(want.growing[n], {})[n] = len(tensors[n]) if tensors[n].dim() else 0
+    return wrong + [
+        f"{' and '.join(s)} have {' and '.join(map(str, s.values()))} rows, expected "
+        "equally many"
+        for s in stacks.values()
+        if len(set(s.values())) > 1
+    ]
 
+# %% ../../nbs/bridge/04_saved.ipynb #da8af54c
 def number_faults(
     tensors: dict[str, Tensor],
     ranges: dict[str, tuple], # last part of a name → smallest and largest value that it may have
     largest: float = LARGEST, # in size, of any number
 ) -> list[str]:
     "Numbers that are not finite, too large, or outside of what they stand for."
-    wrong = [f"{n} holds numbers that are not finite" for n, t in tensors.items() if t.is_floating_point() and not bool(t.isfinite().all())]
-    wrong += [f"{n} holds {t.abs().max().item():g}, expected at most {largest:g}" for n, t in tensors.items() if t.is_floating_point() and t.numel() and float(t.abs().max()) > largest]
+    wrong = [
+        f"{n} holds numbers that are not finite"
+        for n, t in tensors.items()
+        if t.is_floating_point() and not bool(t.isfinite().all())
+    ]
+    wrong += [
+        f"{n} holds {t.abs().max().item():g}, expected at most {largest:g}"
+        for n, t in tensors.items()
+        if t.is_floating_point() and t.numel() and float(t.abs().max()) > largest
+    ]
     for n, t in tensors.items():
         low, high = ranges.get(n.rpartition(".")[2], (None, None))
-        if t.numel() and (low is not None and bool((t < low).any()) or high is not None and bool((t > high).any())):
-            wrong.append(f"{n} holds {t.min().item():g} to {t.max().item():g}, expected {low} to {'any' if high is None else high}")
+        if t.numel() and (
+            low is not None and bool((t < low).any()) or high is not None and bool((t > high).any())
+        ):
+            wrong.append(
+                f"{n} holds {t.min().item():g} to {t.max().item():g}, expected {low} to "
+                f"{'any' if high is None else high}"
+            )
     return wrong
 
 # %% ../../nbs/bridge/04_saved.ipynb #13d3e835
@@ -354,9 +563,21 @@ def ranges_of(
     "Of the numbers that our methods keep."
     table = backbone.get_input_embeddings() if hasattr(backbone, "get_input_embeddings") else None
     tokens = len(table.weight) - 1 if hasattr(table, "weight") else None
-    scales = dict.fromkeys(("e_scale", "t_scale", "prototype_scale", "e_key_scale", "t_key_scale"), (0, None))
-    return scales | dict(counted=(-1, tokens), frequency=(0, 1), owner=(-1, None), usage=(0, None), current=(-1, None), used=(0, None), tasks=(0, None), temperature=(1e-6, None))
+    scales = dict.fromkeys(
+        ("e_scale", "t_scale", "prototype_scale", "e_key_scale", "t_key_scale"), (0, None)
+    )
+    return scales | dict(
+        counted=(-1, tokens),
+        frequency=(0, 1),
+        owner=(-1, None),
+        usage=(0, None),
+        current=(-1, None),
+        used=(0, None),
+        tasks=(0, None),
+        temperature=(1e-6, None),
+    )
 
+# %% ../../nbs/bridge/04_saved.ipynb #cf24bd78
 def content_faults(
     config, # a PeftConfig of our own
     tensors: dict[str, Tensor], # of the right names, shapes and types
@@ -365,79 +586,149 @@ def content_faults(
 ) -> list[str]:
     "What the numbers say that cannot be."
     own = {n.partition("_core.")[2] or n: t for n, t in tensors.items()}
-    return number_faults(tensors, ranges_of(config, backbone), largest) + (config.value_faults(own) if hasattr(config, "value_faults") else [])
+    return number_faults(tensors, ranges_of(config, backbone), largest) + (
+        config.value_faults(own) if hasattr(config, "value_faults") else []
+    )
 
+# %% ../../nbs/bridge/04_saved.ipynb #ae192915
 def count_faults(config, tensors) -> list[str]:
     "More tasks than there are places for."
-    used, n = next((t for name, t in tensors.items() if name.endswith("_core.used")), None), getattr(config, "n_tasks", None)
-    return [] if used is None or n is None or used.numel() != 1 or int(used) <= n else [f"the saved bank holds {int(used)} tasks, but n_tasks is {n}: raise n_tasks"]
+    used, n = next(
+        (t for name, t in tensors.items() if name.endswith("_core.used")), None
+    ), getattr(config, "n_tasks", None)
+    return (
+        []
+        if used is None or n is None or used.numel() != 1 or int(used) <= n
+        else [f"the saved bank holds {int(used)} tasks, but n_tasks is {n}: raise n_tasks"]
+    )
 
 # %% ../../nbs/bridge/04_saved.ipynb #13674be3
 MAX_NAME, MAX_NAMES, MAX_REPEATS = 200, 1000, 2
-NAMES = ("target_modules", "exclude_modules", "feedforward_modules", "target_parameters", "modules_to_save", "layers_pattern")
+NAMES = (
+    "target_modules",
+    "exclude_modules",
+    "feedforward_modules",
+    "target_parameters",
+    "modules_to_save",
+    "layers_pattern",
+)
 COMPARED = NAMES[:4] # in a list; as one text, and in the others, they are expressions
 _ATOM = r"[A-Za-z0-9_-]|\\\."
-_SAFE = re.compile(rf"(\(\.\*\\\.\)\?)?({_ATOM}|\||(\.|\\d)[*+]?|\(\\d\+\)|\(({_ATOM})+(\|({_ATOM})+)*\))*") # `(.*\.)?` in front, as PEFT writes it
+# `(.*\.)?` in front, as PEFT writes it
+_SAFE = re.compile(
+    rf"(\(\.\*\\\.\)\?)?({_ATOM}|\||(\.|\\d)[*+]?|\(\\d\+\)|\(({_ATOM})+(\|({_ATOM})+)*\))*"
+)
 
 def name_faults(
     values: dict, # as adapter_config.json has them
 ) -> list[str]:
-    "Names of modules that are too many or too long, and expressions that could be searched for without end."
+    """Names of modules that are too many or too long, and expressions that could be searched for
+    without end."""
     wrong = []
     for field, v in values.items():
         if field not in NAMES and not field.endswith("_pattern"): continue
-        texts = [t for t in ([v] if isinstance(v, str) else v if isinstance(v, (list, dict)) else []) if isinstance(t, str)]
+        texts = [
+            t
+            for t in ([v] if isinstance(v, str) else v if isinstance(v, (list, dict)) else [])
+            if isinstance(t, str)
+        ]
         # what is too large is not looked at any closer
-        if isinstance(v, (list, dict)) and len(v) > MAX_NAMES: wrong.append(f"{field} has {len(v)} names, expected at most {MAX_NAMES}")
-        elif long := [t for t in texts if len(t) > MAX_NAME]: wrong.append(f"{field} has a name of {len(long[0])} characters, expected at most {MAX_NAME}")
+        if isinstance(v, (list, dict)) and len(v) > MAX_NAMES:
+            wrong.append(f"{field} has {len(v)} names, expected at most {MAX_NAMES}")
+        elif long := [t for t in texts if len(t) > MAX_NAME]:
+            wrong.append(
+                f"{field} has a name of {len(long[0])} characters, expected at most " f"{MAX_NAME}"
+            )
         elif not (isinstance(v, list) and field in COMPARED): wrong += _unsafe(field, texts)
     return wrong
 
+# %% ../../nbs/bridge/04_saved.ipynb #0813945a
 def _unsafe(field, texts):
     repeats = [t.count("*") + t.count("+") for t in texts]
     if bad := [t for t, n in zip(texts, repeats) if n > MAX_REPEATS or not _SAFE.fullmatch(t)]:
-        return [f"{field} is {_short(bad[0])}, expected names of modules; of a regular expression only '.', '\\.', '\\d', '|', groups of names such as (q_proj|v_proj) and {MAX_REPEATS} of '.*' or '\\d+' are read: list the names instead"]
-    return [f"{field} has {sum(repeats)} repeats, expected at most {10 * MAX_REPEATS} in all: list the names instead"] if sum(repeats) > 10 * MAX_REPEATS else []
+        return [
+            f"{field} is {_short(bad[0])}, expected names of modules; of a regular "
+            "expression only '.', '\\.', '\\d', '|', groups of names such as "
+            f"(q_proj|v_proj) and {MAX_REPEATS} of '.*' or '\\d+' are read: list the names "
+            "instead"
+        ]
+    return (
+        [
+            f"{field} has {sum(repeats)} repeats, expected at most {10 * MAX_REPEATS} in all: "
+            "list the names instead"
+        ]
+        if sum(repeats) > 10 * MAX_REPEATS
+        else []
+    )
 
 # %% ../../nbs/bridge/04_saved.ipynb #b17984b7
 class Opened(NamedTuple):
     "An adapter's files, read and found whole."
     path: Path # of the tensors
     tensors: dict # name → tensor
-    values: dict | None # fields of adapter_config.json; None: a configuration was given, and there is no file
+    # fields of adapter_config.json; None: a configuration was given, and there is no file
+    values: dict | None
     record: dict | None # None: there is none
     config: object # a PeftConfig
     ours: bool # is the method from outside of PEFT?
 
+# %% ../../nbs/bridge/04_saved.ipynb #8d3b2c17
 def open_adapter(
     model_id: str | Path, # folder or repository
     config=None, # a PeftConfig that is used in place of the file's
     options: dict | None = None, # of `from_pretrained`
 ) -> Opened:
-    "`ValueError` unless an adapter's files can be read, and name a known method with values that it takes."
+    """`ValueError` unless an adapter's files can be read, and name a known method with values that
+    it takes."""
     try: at = find_file(model_id, CONFIG_NAME, options or {})
     except ValueError:
         if config is None: raise
         at = None
-    values, path = None if at is None else read_json(at), find_file(model_id, SAFETENSORS_WEIGHTS_NAME, options or {})
+    values, path = None if at is None else read_json(at), find_file(
+        model_id, SAFETENSORS_WEIGHTS_NAME, options or {}
+    )
     tensors, metadata = read_tensors(path)
     record = read_record(metadata, path)
     kind = values.get("peft_type") if config is None else config.peft_type
     cls = known_class(kind, at or path, (record or {}).get("module", ""))
     ours = is_ours(kind)
-    return Opened(path, tensors, values, record, config or made_config(cls, values, sum(t.numel() for t in tensors.values()), at, ours), ours)
+    if values is not None and hasattr(cls, "old_form") and (why := cls.old_form(values, tensors)):
+        raise ValueError(
+            f"{path} was saved in an earlier form, {why}: "
+            "himalaya_hest.adapters.convert.convert_adapter writes it in the present form"
+        )
+    return Opened(
+        path,
+        tensors,
+        values,
+        record,
+        config or made_config(cls, values, sum(t.numel() for t in tensors.values()), at, ours),
+        ours,
+    )
 
+# %% ../../nbs/bridge/04_saved.ipynb #fb056b7b
 def is_ours(kind) -> bool | None: # None: of no method that is known
-    return getattr(PeftType(kind), "from_outside", False) if isinstance(kind, str) and kind in PEFT_TYPE_TO_CONFIG_MAPPING else None
+    return (
+        getattr(PeftType(kind), "from_outside", False)
+        if isinstance(kind, str) and kind in PEFT_TYPE_TO_CONFIG_MAPPING
+        else None
+    )
 
+# %% ../../nbs/bridge/04_saved.ipynb #50c5d5ad
 def made_config(cls, values, numbers, path, ours):
     "The configuration; `ValueError` naming its file for what cannot be."
-    if wrong := name_faults(values) + (config_faults(cls, values, numbers) if ours else []) + size_of_numbers(values): raise ValueError(f"{path} cannot be used: {'; '.join(wrong[:4])}")
+    if (
+        wrong := name_faults(values)
+        + (config_faults(cls, values, numbers) if ours else [])
+        + size_of_numbers(values)
+    ):
+        raise ValueError(f"{path} cannot be used: {'; '.join(wrong[:4])}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore") # PEFT says it when it loads
             return cls.from_peft_type(**{k: v for k, v in values.items() if k != "runtime_config"})
-    except Exception as e: raise ValueError(f"{path} cannot be used: {cls.__name__} refuses it: {e}") from e
+    except Exception as e:
+        raise ValueError(f"{path} cannot be used: {cls.__name__} refuses it: {e}") from e
 
 # %% ../../nbs/bridge/04_saved.ipynb #93f356a4
 def check_adapter(
@@ -447,42 +738,74 @@ def check_adapter(
     config=None, # a PeftConfig that is used in place of the file's
     options: dict | None = None, # of `from_pretrained`
 ) -> dict | None: # the record; None: there is none
-    "`ValueError` unless an adapter's files are whole, as they were saved, and fit the model; the model is not touched. A warning where ours have no record."
+    """`ValueError` unless an adapter's files are whole, as they were saved, and fit the model; the
+    model is not touched. A warning where ours have no record."""
     check_name(adapter_name)
     found = open_adapter(model_id, config, options)
     backbone = model.get_base_model() if isinstance(model, PeftModel) else model
-    if found.record is not None: check_record(found.record, found.values, found.tensors, backbone, found.path)
-    elif found.ours: warnings.warn(f"{found.path} has no checksum: it was saved before himalaya_hest wrote one, or the checksum was removed. A number that was changed cannot be noticed; save_pretrained writes a checksum")
-    if isinstance(model, PeftModel): found = found._replace(config=model.peft_config.get(adapter_name, found.config))
-    if wrong := fit_faults(found, model, backbone, adapter_name, options or {}): raise ValueError(f"{found.path} cannot be loaded: {'; '.join(wrong[:6])}" + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else ""))
+    if found.record is not None:
+        check_record(found.record, found.values, found.tensors, backbone, found.path)
+    elif found.ours:
+        warnings.warn(
+            f"{found.path} has no checksum: it was saved before himalaya_hest wrote one, "
+            "or the checksum was removed. A number that was changed cannot be noticed; "
+            "save_pretrained writes a checksum"
+        )
+    if isinstance(model, PeftModel):
+        found = found._replace(config=model.peft_config.get(adapter_name, found.config))
+    if wrong := fit_faults(found, model, backbone, adapter_name, options or {}):
+        raise ValueError(
+            f"{found.path} cannot be loaded: {'; '.join(wrong[:6])}"
+            + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else "")
+        )
     return found.record
 
+# %% ../../nbs/bridge/04_saved.ipynb #87a8fac7
 def fit_faults(found: Opened, model, backbone, adapter_name, options) -> list[str]:
     "What speaks against loading these tensors with this configuration on this model."
     config, tensors = found.config, found.tensors
     shapes = {n.partition("_core.")[2] or n: tuple(t.shape) for n, t in tensors.items()}
-    wrong = count_faults(config, tensors) + (config.size_faults(shapes) if found.ours and hasattr(config, "size_faults") else [])
+    wrong = count_faults(config, tensors) + (
+        config.size_faults(shapes) if found.ours and hasattr(config, "size_faults") else []
+    )
     if wrong: return wrong
-    here = f"this {type(backbone).__name__} ({', '.join(f'{n} {v}' for n, v in backbone_facts(backbone).items()) or 'its measures are unknown'})"
+    here = (
+        f"this {type(backbone).__name__} "
+        f"({', '.join(f'{n} {v}' for n, v in backbone_facts(backbone).items()) or 'its measures are unknown'})"
+    )
     try: want = expected_tensors(model, config, adapter_name, tensors)
     except Exception as e: return [f"it does not fit {here}: {e}"]
     tensors = mapped_names(tensors, options.get("key_mapping"))
-    if wrong := shape_faults(tensors, want): return [f"it was saved for another backbone than {here}, with another configuration, or is damaged", *wrong]
-    largest = LARGEST if found.record is None else math.inf # what was saved so, diverged in training
-    return content_faults(config, tensors, backbone, largest) if found.ours else number_faults(tensors, {}, largest)
+    if wrong := shape_faults(tensors, want):
+        return [
+            f"it was saved for another backbone than {here}, with another configuration, "
+            "or is damaged",
+            *wrong,
+        ]
+    # what was saved so, diverged in training
+    largest = LARGEST if found.record is None else math.inf
+    return (
+        content_faults(config, tensors, backbone, largest)
+        if found.ours
+        else number_faults(tensors, {}, largest)
+    )
 
+# %% ../../nbs/bridge/04_saved.ipynb #d75e022b
 def mapped_names(tensors, mapping):
     "Names as PEFT maps them where it is asked to."
     def one(n):
         own = re.sub(r"^base_model\.(model\.)?", "", n)
-        return n[:len(n) - len(own)] + next((new for p, r in mapping.items() for new, k in [re.subn(p, r, own)] if k), own)
+        return n[: len(n) - len(own)] + next(
+            (new for p, r in mapping.items() for new, k in [re.subn(p, r, own)] if k), own
+        )
     return {one(n): t for n, t in tensors.items()} if mapping else tensors
 
 # %% ../../nbs/bridge/04_saved.ipynb #2f44b15a
 _CHECKED = contextvars.ContextVar("himalaya_checked", default=False)
 
 @contextlib.contextmanager
-def _checked(model_id=None): # a folder or repository whose name goes into what PEFT still says against it
+# a folder or repository whose name goes into what PEFT still says against it
+def _checked(model_id=None):
     token = _CHECKED.set(True)
     try: yield
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
@@ -490,38 +813,65 @@ def _checked(model_id=None): # a folder or repository whose name goes into what 
         raise ValueError(f"{model_id} cannot be loaded: {type(e).__name__}: {e}") from e
     finally: _CHECKED.reset(token)
 
+# %% ../../nbs/bridge/04_saved.ipynb #653a3983
 def _arguments(method, args, kwargs):
     given = inspect.signature(method).bind(*args, **kwargs)
     given.apply_defaults()
     return given.arguments
 
 def guard_saving(save, model, *args, **kwargs):
-    "`save_pretrained` of a PEFT model; `ValueError` where an adapter of ours would be pickled, or has a path for a name."
+    """`save_pretrained` of a PEFT model; `ValueError` where an adapter of ours would be pickled, or
+    has a path for a name."""
     given = _arguments(save, args, kwargs)
-    names = [n for n in given["selected_adapters"] or model.peft_config if n in model.peft_config and is_ours(model.peft_config[n].peft_type)]
+    names = [
+        n
+        for n in given["selected_adapters"] or model.peft_config
+        if n in model.peft_config and is_ours(model.peft_config[n].peft_type)
+    ]
     for n in names: check_name(n)
-    if names and not given["safe_serialization"]: raise ValueError(f"safe_serialization is False, which would pickle the adapter {names[0]!r}: adapters of himalaya_hest are saved as safetensors only, since a pickle can run code when it is opened")
+    if names and not given["safe_serialization"]:
+        raise ValueError(
+            f"safe_serialization is False, which would pickle the adapter {names[0]!r}: "
+            "adapters of himalaya_hest are saved as safetensors only, since a pickle can "
+            "run code when it is opened"
+        )
     out = save(*args, **kwargs)
-    for n in names if given["is_main_process"] else []: write_record(Path(given["save_directory"], "" if n == "default" else n), model.get_base_model())
+    for n in names if given["is_main_process"] else []:
+        write_record(
+            Path(given["save_directory"], "" if n == "default" else n), model.get_base_model()
+        )
     return out
 
+# %% ../../nbs/bridge/04_saved.ipynb #c2e5c287
 def guard_loading(load, model, *args, **kwargs):
     "`from_pretrained` and `load_adapter` of a PEFT model; adapters of ours are checked first."
     given = _arguments(load, args, kwargs)
-    options, config = given.get("kwargs", {}) | dict(key_mapping=given["key_mapping"]), given.get("config")
-    if not (known := _CHECKED.get() or of_peft(given["model_id"], config, options)): check_adapter(given.get("model", model), given["model_id"], given["adapter_name"], config, options)
+    options, config = given.get("kwargs", {}) | dict(key_mapping=given["key_mapping"]), given.get(
+        "config"
+    )
+    if not (known := _CHECKED.get() or of_peft(given["model_id"], config, options)):
+        check_adapter(
+            given.get("model", model), given["model_id"], given["adapter_name"], config, options
+        )
     with _checked(None if known else given["model_id"]): return load(*args, **kwargs)
 
+# %% ../../nbs/bridge/04_saved.ipynb #1955a388
 def guard_auto(load, cls, *args, **kwargs):
     "`from_pretrained` of an AutoPeftModel, which reads the configuration before there is a model."
     given = _arguments(load, args, kwargs)
     options, config = given.get("kwargs", {}) | dict(revision=given["revision"]), given["config"]
-    if not of_peft(given["pretrained_model_name_or_path"], config, options): open_adapter(given["pretrained_model_name_or_path"], config, options)
+    if not of_peft(given["pretrained_model_name_or_path"], config, options):
+        open_adapter(given["pretrained_model_name_or_path"], config, options)
     return load(*args, **kwargs)
 
+# %% ../../nbs/bridge/04_saved.ipynb #3f36b390
 def of_peft(model_id, config, options) -> bool:
     "Is this an adapter of one of PEFT's own methods?"
-    kind = config.peft_type if isinstance(config, peft.PeftConfig) else read_json(find_file(model_id, CONFIG_NAME, options)).get("peft_type")
+    kind = (
+        config.peft_type
+        if isinstance(config, peft.PeftConfig)
+        else read_json(find_file(model_id, CONFIG_NAME, options)).get("peft_type")
+    )
     return is_ours(kind) is False
 
 # %% ../../nbs/bridge/04_saved.ipynb #b568a364
@@ -529,19 +879,25 @@ def save_adapter(
     model: PeftModel,
     folder: str | Path,
 ) -> None:
-    "`save_pretrained` of the active adapter, with digests for every method, those of PEFT among them."
+    """`save_pretrained` of the active adapter, with digests for every method, those of PEFT among
+    them."""
     model.save_pretrained(folder, save_embedding_layers=False)
-    if not is_ours(model.peft_config[model.active_adapter].peft_type): write_record(folder, model.get_base_model()) # ours have them already
+    if not is_ours(model.peft_config[model.active_adapter].peft_type):
+        # ours have them already
+        write_record(folder, model.get_base_model())
 
+# %% ../../nbs/bridge/04_saved.ipynb #369a3bd5
 def load_adapter(
     model: nn.Module, # a backbone; or a PEFT model, which gets one more adapter
     model_id: str | Path, # folder or repository
     adapter_name: str = "default",
     **options, # of `PeftModel.from_pretrained`
 ) -> PeftModel: # in evaluation, unless is_trainable
-    "Load a saved adapter; `ValueError` naming the file for whatever is wrong with it, before the model is touched."
+    """Load a saved adapter; `ValueError` naming the file for whatever is wrong with it, before the
+    model is touched."""
     check_adapter(model, model_id, adapter_name, options.get("config"), options)
     with _checked(model_id):
-        if not isinstance(model, PeftModel): return PeftModel.from_pretrained(model, model_id, adapter_name, **options)
+        if not isinstance(model, PeftModel):
+            return PeftModel.from_pretrained(model, model_id, adapter_name, **options)
         model.load_adapter(model_id, adapter_name, **options)
         return model

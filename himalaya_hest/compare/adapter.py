@@ -19,13 +19,13 @@ from ..hest.costs import JOULES_PER_MULTIPLY_ADD, MODELLED, STATES, forward_cost
 from ..hest.energy_budget import EnergyReport
 from ..running.energy import CostCounter, SampleCosts, Utilisation
 from ..hest.shell import BudgetHooks, GatedModel
-from ..himalaya.growth import gates_of, tree_bias
+from ..himalaya.method import gates_of
 from ..hest.tuner import BY_SCOPE, PRESETS as HEST_PRESETS
 from ..bridge.routed import batch_contexts
 from ..himalaya.tuner import HimalayaModel
 from ..ground.hooks import HookList
 from ..himalaya.packing import check_budget, packed_bytes, packed_state
-from ..himalaya.presets import PRESETS, SIZES
+from ..himalaya.config import Settings, all_flat, flat
 from ..ground.table import Table
 from ..adapters.registry import Adapter, adapter_bytes
 from ..bridge.shell import ShellConfig
@@ -41,39 +41,94 @@ class AdapterReport:
         topic: str, # one of `tables`
     ) -> Table:
         "One table; `KeyError` naming the topics there are."
-        if topic not in self.tables: raise KeyError(f"this report has no table {topic!r}; it has {', '.join(self.tables)}")
+        if topic not in self.tables:
+            raise KeyError(f"this report has no table {topic!r}; it has {', '.join(self.tables)}")
         return self.tables[topic]
-    def __repr__(self): return "\n\n".join([self.title, *map(repr, self.tables.values()), *_warned(self.warnings, "* ")])
-    def _repr_markdown_(self): return "\n\n".join([f"**{self.title}**", *(t.markdown() for t in self.tables.values()), *_warned(self.warnings, "* ", "**Warnings**\n")])
+    def __repr__(self):
+        return "\n\n".join(
+            [self.title, *map(repr, self.tables.values()), *_warned(self.warnings, "* ")]
+        )
+    def _repr_markdown_(self):
+        return "\n\n".join(
+            [
+                f"**{self.title}**",
+                *(t.markdown() for t in self.tables.values()),
+                *_warned(self.warnings, "* ", "**Warnings**\n"),
+            ]
+        )
     def _repr_html_(self):
         from html import escape
         said = "".join(f"<li>{escape(w)}</li>" for w in self.warnings)
-        return "\n".join([f"<p><b>{escape(self.title)}</b></p>", *(t._repr_html_() for t in self.tables.values())] + [f"<p><b>Warnings</b></p><ul>{said}</ul>"] * bool(said))
+        return "\n".join(
+            [
+                f"<p><b>{escape(self.title)}</b></p>",
+                *(t._repr_html_() for t in self.tables.values()),
+            ]
+            + [f"<p><b>Warnings</b></p><ul>{said}</ul>"] * bool(said)
+        )
     def to_dict(self) -> dict: # title, tables by topic with title, columns and rows, warnings
         "The report for JSON; what is not known is None."
-        return dict(title=self.title, tables={k: dict(title=t.title, columns=list(t.columns), rows=[[_plain(x) for x in row] for row in t.rows]) for k, t in self.tables.items()}, warnings=list(self.warnings))
+        return dict(
+            title=self.title,
+            tables={
+                k: dict(
+                    title=t.title,
+                    columns=list(t.columns),
+                    rows=[[_plain(x) for x in row] for row in t.rows],
+                )
+                for k, t in self.tables.items()
+            },
+            warnings=list(self.warnings),
+        )
 
-def _warned(sentences, bullet, head="Warnings"): return ["\n".join([head, *(bullet + w for w in sentences)])] * bool(sentences)
+def _warned(sentences, bullet, head="Warnings"):
+    return ["\n".join([head, *(bullet + w for w in sentences)])] * bool(sentences)
 def _plain(x): return None if isinstance(x, float) and not math.isfinite(x) else x
 
 # %% ../../nbs/compare/07_adapter.ipynb #e4c65a5b
 def _adapter_of(given, wanted, adapter_name, function):
-    "The Adapter, the name and the config of what is to be reported; `ValueError` for a model without such an adapter."
+    """The Adapter, the name and the config of what is to be reported; `ValueError` for a model
+    without such an adapter."""
     if isinstance(given, PeftModel): adapter = Adapter("", given, HookList([]))
     elif isinstance(given, Adapter): adapter = given
-    else: raise ValueError(f"{function} got a {type(given).__name__}; expected the PeftModel that get_peft_model or PeftModel.from_pretrained gives, or the registry's Adapter")
+    else:
+        raise ValueError(
+            f"{function} got a {type(given).__name__}; expected the PeftModel that "
+            "get_peft_model or PeftModel.from_pretrained gives, or the registry's Adapter"
+        )
     tuner, names = adapter.tuner, list(adapter.model.peft_config)
     name = adapter_name or getattr(tuner, "active_adapters", names)[0]
-    if name not in names: raise ValueError(f"this model has no adapter {name!r}; it has {', '.join(map(repr, names))}")
+    if name not in names:
+        raise ValueError(
+            f"this model has no adapter {name!r}; it has {', '.join(map(repr, names))}"
+        )
     config = adapter.model.peft_config[name]
     if isinstance(tuner, wanted): return adapter, name, config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    fits = next((f for f, c in dict(himalaya_report=HimalayaModel, hest_report=GatedModel).items() if isinstance(tuner, c)), None)
-    raise ValueError(f"the adapter {name!r} of this model is of type {kind}, which {function} does not read; " + (f"use {fits}" if fits else "there are reports on HIMALAYA (himalaya_report) and on HEST, TABS, BHSP and the fixed masks (hest_report)"))
+    fits = next(
+        (
+            f
+            for f, c in dict(himalaya_report=HimalayaModel, hest_report=GatedModel).items()
+            if isinstance(tuner, c)
+        ),
+        None,
+    )
+    raise ValueError(
+        f"the adapter {name!r} of this model is of type {kind}, which {function} does not "
+        "read; "
+        + (
+            f"use {fits}"
+            if fits
+            else "there are reports on HIMALAYA (himalaya_report) and on HEST, TABS, BHSP and the "
+            "fixed masks (hest_report)"
+        )
+    )
 
+# %% ../../nbs/compare/07_adapter.ipynb #30d5ddcd
 @contextlib.contextmanager
 def _left_alone(model):
-    "Evaluation mode within, without gradients; after it every module is in the mode that it was in."
+    """Evaluation mode within, without gradients; after it every module is in the mode that it was
+    in."""
     modes, tuner = [(m, m.training) for m in model.modules()], model.base_model
     last = tuner._last.gates if hasattr(tuner, "_last") else None
     model.eval()
@@ -83,22 +138,44 @@ def _left_alone(model):
         for m, mode in modes: m.training = mode
         if last is not None: tuner._last.gates = last
 
+# %% ../../nbs/compare/07_adapter.ipynb #b7965f24
 def _checked(prompts, function):
     "A batch of prompts with an attention mask; `ValueError` for something else."
     ids = prompts.get("input_ids") if hasattr(prompts, "get") else None
-    if not torch.is_tensor(ids) or ids.dim() != 2: raise ValueError(f"prompts of {function} is a {type(prompts).__name__}; expected a tokenised batch with input_ids of shape (prompts, tokens), and attention_mask where there is padding")
-    return {k: v for k, v in prompts.items() if torch.is_tensor(v)} | ({} if prompts.get("attention_mask") is not None else dict(attention_mask=torch.ones_like(ids)))
+    if not torch.is_tensor(ids) or ids.dim() != 2:
+        raise ValueError(
+            f"prompts of {function} is a {type(prompts).__name__}; expected a tokenised "
+            "batch with input_ids of shape (prompts, tokens), and attention_mask where "
+            "there is padding"
+        )
+    return {k: v for k, v in prompts.items() if torch.is_tensor(v)} | (
+        {}
+        if prompts.get("attention_mask") is not None
+        else dict(attention_mask=torch.ones_like(ids))
+    )
 
 # %% ../../nbs/compare/07_adapter.ipynb #95d2b48c
 def _differs(config, standard):
     "Fields of a config that are not as they stand in a dict, in words."
-    return ", ".join(f"{n} {v} (for {standard[n]})" for n in standard if (v := getattr(config, n)) != standard[n]) or "nothing"
+    return (
+        ", ".join(
+            f"{n} {v} (for {standard[n]})"
+            for n in standard
+            if (v := getattr(config, n)) != standard[n]
+        )
+        or "nothing"
+    )
 
+# %% ../../nbs/compare/07_adapter.ipynb #19d2a85f
 def _backbone_said(model):
     backbone = model.get_base_model()
     c = backbone.config
-    return f"{type(backbone).__name__}, width {getattr(c, 'hidden_size', '?')}, {getattr(c, 'num_hidden_layers', '?')} layers"
+    return (
+        f"{type(backbone).__name__}, width {getattr(c, 'hidden_size', '?')}, "
+        f"{getattr(c, 'num_hidden_layers', '?')} layers"
+    )
 
+# %% ../../nbs/compare/07_adapter.ipynb #44df30e5
 def _block(name): # of a site
     try: return layer_of(name)
     except ValueError: return None
@@ -110,45 +187,88 @@ def _sites_said(sites):
 
 def _packed_said(core):
     "Is what runs what the packed file holds?"
-    if core.parts.atom_bits == 32: return "float32 (atom_bits is 32)"
-    try: packed_state(core, bits=core.parts.atom_bits)
-    except ValueError: return f"not yet on the {core.parts.atom_bits}-bit grid: pack_() puts it there"
-    return f"on the {core.parts.atom_bits}-bit grid: the packed file holds what runs"
+    if core.atom_bits == 32: return "float32 (atom_bits is 32)"
+    try: packed_state(core, bits=core.atom_bits)
+    except ValueError: return f"not yet on the {core.atom_bits}-bit grid: pack_() puts it there"
+    return f"on the {core.atom_bits}-bit grid: the packed file holds what runs"
 
 # %% ../../nbs/compare/07_adapter.ipynb #79e0abe8
-def _himalaya_standard(config):
-    "What the preset says of every field that defines the method."
-    own = [f for f in fields(config) if f.name not in ShellConfig.__dataclass_fields__ and f.name not in ("preset", "router_digest") and f.default is not MISSING]
-    return {f.name: f.default for f in own} | vars(PRESETS[config.preset]) | dict(n_slots=SIZES[config.preset]["n_slots"])
+def _himalaya_changes(config):
+    "What was changed in the preset, by short names."
+    standard, now = all_flat(Settings(preset=config.preset, seed=config.seed)), all_flat(config)
+    asked = flat(dict(parts=config.parts), config.preset)
+    told = [
+        f"{n} {v} (for {standard[n]})" for n, v in now.items() if n in standard and v != standard[n]
+    ]
+    told += [f"{n} {v}" for n, v in asked.items() if n not in standard]
+    return ", ".join(told) or "nothing"
 
+# %% ../../nbs/compare/07_adapter.ipynb #08af5ac2
 def _himalaya_what(model, name, config, core):
     book, router = core.dictionary, core.router
     used, stored = int((core.owner >= 0).sum()), int((router.prototype_scale > 0).sum())
-    masked = f"{router.n_features} fixed features, of which an instruction opens {router.n_open}" if hasattr(router, "n_open") else f"a perceptron of {router.n_features - 1} hidden units"
-    rows = [["adapter", f"{name!r}, HIMALAYA"], ["backbone", _backbone_said(model)], ["preset", config.preset], ["changed in it", _differs(config, _himalaya_standard(config))],
-            ["sites", _sites_said(book.sites)], ["vectors read", ", ".join(book.read)], ["vectors written", ", ".join(book.write)],
-            ["slots", f"{core.owner.numel()}: {used} in use, {core.owner.numel() - used} free"], ["slots a task may grow", str(config.slots_per_task)], ["slots open at once", f"{core.slots_per_sequence} at most, with a logit above {core.logit_threshold:g}"],
-            ["router", f"{masked}; its last matrix {' × '.join(map(str, router.w2.shape))}"], ["instructions stored", f"{stored} of {len(router.prototype_scale)}"],
-            ["bound γ", f"‖ΔW‖ < {book.gamma:g} at every site" if bounded(core) else "none"], ["trained numbers", f"{sum(p.numel() for p in core.parameters() if p.requires_grad):,}"], ["kept as", _packed_said(core)]]
+    masked = (
+        f"{router.n_features} fixed features, of which an instruction opens {router.n_open}"
+        if hasattr(router, "n_open")
+        else f"a perceptron of {router.n_features - 1} hidden units"
+    )
+    rows = [
+        ["adapter", f"{name!r}, HIMALAYA"],
+        ["backbone", _backbone_said(model)],
+        ["preset", config.preset],
+        ["changed in it", _himalaya_changes(config)],
+        ["sites", _sites_said(book.sites)],
+        ["vectors read", ", ".join(book.read)],
+        ["vectors written", ", ".join(book.write)],
+        ["slots", f"{core.owner.numel()}: {used} in use, {core.owner.numel() - used} free"],
+        ["slots a task may grow", str(config.slots_per_task)],
+        [
+            "slots open at once",
+            f"{core.slots_per_sequence} at most, with a logit above {core.logit_threshold:g}",
+        ],
+        ["router", f"{masked}; its last matrix {' × '.join(map(str, router.w2.shape))}"],
+        ["instructions stored", f"{stored} of {len(router.prototype_scale)}"],
+        ["bound γ", f"‖ΔW‖ < {book.gamma:g} at every site" if bounded(core) else "none"],
+        ["trained numbers", f"{sum(p.numel() for p in core.parameters() if p.requires_grad):,}"],
+        ["kept as", _packed_said(core)],
+    ]
     return Table("What it is", ["", "value"], rows)
 
+# %% ../../nbs/compare/07_adapter.ipynb #4528be48
 def bounded(core) -> bool:
     "Does γ bound ΔW? Not where norm rescaling is off, nor for the fixed strength of `published`."
     return core.dictionary.norm_rescaling and core.parts.strength != "fixed"
 
 # %% ../../nbs/compare/07_adapter.ipynb #10ec4740
-def _kept(adapter, name): return adapter_bytes(adapter) if name == adapter.tuner.active_adapters[0] else adapter.tuner.state_bytes(name)
+def _kept(adapter, name):
+    return (
+        adapter_bytes(adapter)
+        if name == adapter.tuner.active_adapters[0]
+        else adapter.tuner.state_bytes(name)
+    )
 
+# %% ../../nbs/compare/07_adapter.ipynb #8ad81a94
 def _himalaya_bytes(adapter, name, config, core):
     "Parts, largest first, and their sum."
     kept = _kept(adapter, name)
-    serving = packed_bytes(core, serving=True, bits=core.parts.atom_bits)
+    serving = packed_bytes(core, serving=True, bits=core.atom_bits)
     total = sum(kept.values())
-    rows = [[part, n, serving.get(part, 0), n / total] for part, n in sorted(kept.items(), key=lambda p: (-p[1], p[0]))]
-    full = check_budget(core, math.inf, core.parts.atom_bits)
+    rows = [
+        [part, n, serving.get(part, 0), n / total]
+        for part, n in sorted(kept.items(), key=lambda p: (-p[1], p[0]))
+    ]
+    full = check_budget(core, math.inf, core.atom_bits)
     limit = "no limit" if config.budget_mb is None else f"of a limit of {config.budget_mb:g} MB"
-    title = f"Bytes: {total / 1e6:.3f} MB between tasks, {full:.3f} MB with all {core.owner.numel()} slots in use, {limit}; {sum(serving.values()) / 1e6:.3f} MB to serve"
-    return Table(title, ["part", "between tasks", "to serve", "share"], rows + [["total", total, sum(serving.values()), 1.]])
+    title = (
+        f"Bytes: {total / 1e6:.3f} MB between tasks, {full:.3f} MB with all "
+        f"{core.owner.numel()} slots in use, {limit}; {sum(serving.values()) / 1e6:.3f} MB "
+        "to serve"
+    )
+    return Table(
+        title,
+        ["part", "between tasks", "to serve", "share"],
+        rows + [["total", total, sum(serving.values()), 1.0]],
+    )
 
 # %% ../../nbs/compare/07_adapter.ipynb #647c2964
 def update_norms(
@@ -157,14 +277,25 @@ def update_norms(
     "√(v'ᵀGv') at every site, or σ‖r‖² for the symmetric update."
     if hasattr(update, "r"):
         square = [update.r[w].square().sum(-1) for w in update.width]
-        return torch.stack([(s.flatten() if torch.is_tensor(s) else torch.tensor(float(s))).abs() * q for s, q in zip(update.strength, square)])
+        return torch.stack(
+            [
+                (s.flatten() if torch.is_tensor(s) else torch.tensor(float(s))).abs() * q
+                for s, q in zip(update.strength, square)
+            ]
+        )
     grams = [(q @ q.T) * (d @ d.T) for q, d in zip(update.read, update.write)]
-    return torch.stack([((v @ g) * v).sum(-1).clamp_min(0).sqrt() for v, g in zip(update.strength, grams)])
+    return torch.stack(
+        [((v @ g) * v).sum(-1).clamp_min(0).sqrt() for v, g in zip(update.strength, grams)]
+    )
 
+# %% ../../nbs/compare/07_adapter.ipynb #c4e425e1
 def _task_norm(core, slots):
-    "The largest ‖ΔW‖ of some slots with coefficients of 1; None where the router's own scalar decides."
+    """The largest ‖ΔW‖ of some slots with coefficients of 1; None where the router's own scalar
+    decides."""
     if not len(slots) or core.parts.strength == "tanh": return None
-    return float(update_norms(core.dictionary(slots, torch.ones(1, len(slots), device=slots.device))).max())
+    return float(
+        update_norms(core.dictionary(slots, torch.ones(1, len(slots), device=slots.device))).max()
+    )
 
 # %% ../../nbs/compare/07_adapter.ipynb #7f1908c7
 TASK_COLUMNS = ("grown", "restarted", "pruned", "kept", "free", "opened_share")
@@ -175,9 +306,20 @@ def _himalaya_tasks(core, life):
     rows = []
     for t in sorted({*seen, *(int(o) for o in owner[owner >= 0])}):
         slots = (owner == t).nonzero().squeeze(1)
-        rows.append([t, *(seen.get(t, {}).get(c) for c in TASK_COLUMNS), len(slots), _task_norm(core, slots)])
+        rows.append(
+            [
+                t,
+                *(seen.get(t, {}).get(c) for c in TASK_COLUMNS),
+                len(slots),
+                _task_norm(core, slots),
+            ]
+        )
     last = ["its own open on", "slots now", "largest ‖ΔW‖"]
-    return Table(f"Tasks (the first is 0): {len(rows)}", ["task", "grown", "started anew", "given back", "kept", "free after it", *last], rows)
+    return Table(
+        f"Tasks (the first is 0): {len(rows)}",
+        ["task", "grown", "started anew", "given back", "kept", "free after it", *last],
+        rows,
+    )
 
 # %% ../../nbs/compare/07_adapter.ipynb #e038fcd8
 def _rms(x): return x.square().mean().sqrt()
@@ -191,60 +333,135 @@ def _by_kind(sites):
 def _himalaya_slots(core, opened=None): # opened (b, K) bool
     book, gain = core.dictionary, core.dictionary.gain.detach().float()
     used, kinds = (core.owner >= 0).nonzero().squeeze(1), _by_kind(book.sites)
-    norms = [torch.stack([p.detach()[used].norm(dim=1) for p in side.values()]).mean(0).tolist() for side in (book.read, book.write)]
+    norms = [
+        torch.stack([p.detach()[used].norm(dim=1) for p in side.values()]).mean(0).tolist()
+        for side in (book.read, book.write)
+    ]
     rows = []
     for k, q, d in zip(used.tolist(), *norms):
         at = int(gain[:, k].abs().argmax())
         sizes = [float(_rms(gain[i, k])) for i in kinds.values()]
-        rows.append([k, int(core.owner[k]), int(core.usage[k]), q, d, *sizes, float(gain[at, k].abs()), book.sites[at].name if bool(gain[at, k]) else None] + ([] if opened is None else [float(opened[:, k].float().mean())]))
-    columns = ["slot", "task", "sequences", "norm read", "norm written", *(f"gain {k}" for k in kinds), "largest gain", "at"] + ["open on the prompts"] * (opened is not None)
+        rows.append(
+            [
+                k,
+                int(core.owner[k]),
+                int(core.usage[k]),
+                q,
+                d,
+                *sizes,
+                float(gain[at, k].abs()),
+                book.sites[at].name if bool(gain[at, k]) else None,
+            ]
+            + ([] if opened is None else [float(opened[:, k].float().mean())])
+        )
+    columns = [
+        "slot",
+        "task",
+        "sequences",
+        "norm read",
+        "norm written",
+        *(f"gain {k}" for k in kinds),
+        "largest gain",
+        "at",
+    ] + ["open on the prompts"] * (opened is not None)
     return Table(f"Slots in use: {len(used)} of {core.owner.numel()}", columns, rows)
 
+# %% ../../nbs/compare/07_adapter.ipynb #f6ebf695
 def _himalaya_gains(core):
     "Root mean square of the gains of the slots in use, a row a block and a column a kind of site."
-    gain, kinds = core.dictionary.gain.detach().float()[:, core.owner >= 0], _by_kind(core.dictionary.sites)
+    gain, kinds = core.dictionary.gain.detach().float()[:, core.owner >= 0], _by_kind(
+        core.dictionary.sites
+    )
     blocks = [_block(s.name) for s in core.dictionary.sites]
     of = lambda b, i: [j for j in i if blocks[j] == b]
     size = lambda j: float(_rms(gain[j])) if j and gain.numel() else None
-    return Table("Gains by block and site: root mean square over the slots in use", ["block", *kinds], [[b, *(size(of(b, i)) for i in kinds.values())] for b in dict.fromkeys(blocks)])
+    return Table(
+        "Gains by block and site: root mean square over the slots in use",
+        ["block", *kinds],
+        [[b, *(size(of(b, i)) for i in kinds.values())] for b in dict.fromkeys(blocks)],
+    )
 
 # %% ../../nbs/compare/07_adapter.ipynb #80f81e87
 def _opened(tuner, name, prompts):
-    "Which slots act (b, K), their logits (b, K) and ‖ΔW‖ (sites, b); per-token routing is looked at in four tokens of each row."
+    """Which slots act (b, K), their logits (b, K) and ‖ΔW‖ (sites, b); per-token routing is looked
+    at in four tokens of each row."""
     core, batch = tuner.himalaya_core[name], _checked(prompts, "himalaya_report")
-    if batch.get("prompt_mask") is None and batch.get("labels") is None: batch["prompt_mask"] = batch["attention_mask"].bool()
+    if batch.get("prompt_mask") is None and batch.get("labels") is None:
+        batch["prompt_mask"] = batch["attention_mask"].bool()
     e, tau = batch_contexts(tuner, name, batch)
-    b, bias = len(batch["input_ids"]), tree_bias(core, e)
+    b, bias = len(batch["input_ids"]), core.bias(e)
     logits = core.router(core.router.features(e, tau))[0] + (0 if bias is None else bias)
     opened, update = gates_of(core, logits, False)[0], core.route(e, tau)
-    norms = logits.new_zeros(len(core.dictionary.sites), len(e)) if update is None else update_norms(update)
+    norms = (
+        logits.new_zeros(len(core.dictionary.sites), len(e))
+        if update is None
+        else update_norms(update)
+    )
     whole = lambda x, d: x.unflatten(d, (b, -1)).amax(d + 1)
     return whole(opened.int(), 0).bool(), whole(logits, 0), whole(norms, 1)
 
+# %% ../../nbs/compare/07_adapter.ipynb #b8374b82
 def _himalaya_prompts(core, opened, logits, norms):
     rows = []
     for i, on in enumerate(opened):
         slots = on.nonzero().squeeze(1)
         at = int(norms[:, i].argmax())
         tasks = sorted({int(core.owner[k]) for k in slots})
-        rows.append([i, ", ".join(map(str, slots.tolist())) or "none", ", ".join(map(str, tasks)) or None, float(logits[i, slots].min()) if len(slots) else None, float(norms[at, i]), core.dictionary.sites[at].name if len(slots) else None])
-    return Table(f"Prompts: {len(opened)}; slots are open on {int(opened.any(1).sum())} of them", ["prompt", "open slots", "of tasks", "their lowest logit", "largest ‖ΔW‖", "at"], rows)
+        rows.append(
+            [
+                i,
+                ", ".join(map(str, slots.tolist())) or "none",
+                ", ".join(map(str, tasks)) or None,
+                float(logits[i, slots].min()) if len(slots) else None,
+                float(norms[at, i]),
+                core.dictionary.sites[at].name if len(slots) else None,
+            ]
+        )
+    return Table(
+        f"Prompts: {len(opened)}; slots are open on {int(opened.any(1).sum())} of them",
+        ["prompt", "open slots", "of tasks", "their lowest logit", "largest ‖ΔW‖", "at"],
+        rows,
+    )
 
 # %% ../../nbs/compare/07_adapter.ipynb #42837b2a
 def _himalaya_warnings(core, config, life, kept, faults, opened):
     owner, out = core.owner, []
-    free, full = int((owner < 0).sum()), check_budget(core, math.inf, core.parts.atom_bits)
+    free, full = int((owner < 0).sum()), check_budget(core, math.inf, core.atom_bits)
     idle = ((owner >= 0) & (core.usage == 0)).nonzero().squeeze(1).tolist()
-    if not core.router.is_fitted: out.append("the router has no statistics of generic text: call fit_statistics(tokenizer) before training")
-    if int(core.current) >= 0: out.append(f"task {int(core.current)} is still in training: its slots are neither frozen nor packed")
-    if free < config.slots_per_task: out.append(f"dictionary full: {free} of {owner.numel()} slots are free, and a task may grow {config.slots_per_task}; when_full is {core.parts.when_full!r}")
-    if none := [r["task"] for r in life if not r["grown"] and core.parts.growth_trigger != "none"]: out.append(f"tasks {_listed(none)} grew no slot")
-    if idle and bool(core.usage.any()): out.append(f"slots {_listed(idle)} acted on no sequence in training")
-    if shy := [r["task"] for r in life if r["kept"] and r["task"] != int(core.current) and r["opened_share"] < .95]: out.append(f"the own slots of tasks {_listed(shy)} are open on less than 95 % of their prompts")
-    if lost := [r["task"] for r in life if r.get("lost")]: out.append(f"to make room, tasks {_listed(lost)} took slots of earlier tasks")
-    if config.budget_mb is not None and max(kept / 1e6, full) > config.budget_mb: out.append(f"{max(kept / 1e6, full):.3f} MB are over the limit of {config.budget_mb:g} MB")
+    if not core.router.is_fitted:
+        out.append(
+            "the router has no statistics of generic text: call fit_statistics(tokenizer) "
+            "before training"
+        )
+    if int(core.current) >= 0:
+        out.append(
+            f"task {int(core.current)} is still in training: its slots are neither frozen "
+            "nor packed"
+        )
+    if free < config.slots_per_task:
+        out.append(
+            f"dictionary full: {free} of {owner.numel()} slots are free, and a task may "
+            f"grow {config.slots_per_task}; when_full is {core.parts.when_full!r}"
+        )
+    if none := [r["task"] for r in life if not r["grown"] and core.parts.growth_trigger != "none"]:
+        out.append(f"tasks {_listed(none)} grew no slot")
+    if idle and bool(core.usage.any()):
+        out.append(f"slots {_listed(idle)} acted on no sequence in training")
+    if shy := [
+        r["task"]
+        for r in life
+        if r["kept"] and r["task"] != int(core.current) and r["opened_share"] < 0.95
+    ]:
+        out.append(
+            f"the own slots of tasks {_listed(shy)} are open on less than 95 % of their " "prompts"
+        )
+    if lost := [r["task"] for r in life if r.get("lost")]:
+        out.append(f"to make room, tasks {_listed(lost)} took slots of earlier tasks")
+    if config.budget_mb is not None and max(kept / 1e6, full) > config.budget_mb:
+        out.append(f"{max(kept / 1e6, full):.3f} MB are over the limit of {config.budget_mb:g} MB")
     if faults: out.append(f"{faults} decompositions failed, and what was there before was kept")
-    if opened is not None and (shut := (~opened.any(1)).nonzero().squeeze(1).tolist()): out.append(f"no slot opens for prompts {_listed(shut)}: the bare backbone answers them")
+    if opened is not None and (shut := (~opened.any(1)).nonzero().squeeze(1).tolist()):
+        out.append(f"no slot opens for prompts {_listed(shut)}: the bare backbone answers them")
     return out
 
 def _listed(numbers): return ", ".join(map(str, numbers[:8])) + ", …" * (len(numbers) > 8)
@@ -252,74 +469,159 @@ def _listed(numbers): return ", ".join(map(str, numbers[:8])) + ", …" * (len(n
 # %% ../../nbs/compare/07_adapter.ipynb #efd9cf9e
 def himalaya_report(
     model: PeftModel | Adapter, # with a HIMALAYA adapter
-    prompts: dict | None = None, # a tokenised batch: input_ids (b, n), and attention_mask, prompt_mask, instruction_mask as `forward` takes them; None: what opens for which prompt is left out
+    # a tokenised batch: input_ids (b, n), and attention_mask, prompt_mask, instruction_mask as
+    # `forward` takes them; None: what opens for which prompt is left out
+    prompts: dict | None = None,
     adapter_name: str | None = None, # None: the active one
 ) -> AdapterReport: # topics what, bytes, tasks, slots, gains, and prompts
-    "What a HIMALAYA adapter is, its bytes by part, and which of its atoms work; `ValueError` for a model with another adapter."
+    """What a HIMALAYA adapter is, its bytes by part, and which of its atoms work; `ValueError` for
+    a model with another adapter."""
     adapter, name, config = _adapter_of(model, HimalayaModel, adapter_name, "himalaya_report")
     core, hooks = adapter.tuner.himalaya_core[name], adapter.tuner._hooks.get(name)
     life, faults = ([], 0) if hooks is None else (hooks.life, core.failed)
     with _left_alone(adapter.model):
         seen = None if prompts is None else _opened(adapter.tuner, name, prompts)
-        tables = dict(what=_himalaya_what(adapter.model, name, config, core), bytes=_himalaya_bytes(adapter, name, config, core), tasks=_himalaya_tasks(core, life),
-                      slots=_himalaya_slots(core, seen and seen[0]), gains=_himalaya_gains(core))
+        tables = dict(
+            what=_himalaya_what(adapter.model, name, config, core),
+            bytes=_himalaya_bytes(adapter, name, config, core),
+            tasks=_himalaya_tasks(core, life),
+            slots=_himalaya_slots(core, seen and seen[0]),
+            gains=_himalaya_gains(core),
+        )
         if seen: tables["prompts"] = _himalaya_prompts(core, *seen)
     kept = tables["bytes"].rows[-1][1]
-    return AdapterReport(f"HIMALAYA, adapter {name!r}", tables, _himalaya_warnings(core, config, life, kept, faults, seen and seen[0]))
+    return AdapterReport(
+        f"HIMALAYA, adapter {name!r}",
+        tables,
+        _himalaya_warnings(core, config, life, kept, faults, seen and seen[0]),
+    )
 
 # %% ../../nbs/compare/07_adapter.ipynb #580a2199
-def _own_fields(config): return [f for f in fields(config) if f.name not in ShellConfig.__dataclass_fields__ and f.name != "preset"]
+def _own_fields(config):
+    return [
+        f
+        for f in fields(config)
+        if f.name not in ShellConfig.__dataclass_fields__ and f.name != "preset"
+    ]
 
+# %% ../../nbs/compare/07_adapter.ipynb #67a3b77d
 def _gated_changes(config):
     "What was changed in a preset, or, where there is none, in the config's own defaults."
-    plain = {f.name: f.default for f in _own_fields(config) if f.default not in (MISSING, None, "preset")}
-    if getattr(config, "preset", None) in HEST_PRESETS: plain |= HEST_PRESETS[config.preset] | BY_SCOPE[config.scope]
+    plain = {
+        f.name: f.default for f in _own_fields(config) if f.default not in (MISSING, None, "preset")
+    }
+    if getattr(config, "preset", None) in HEST_PRESETS:
+        plain |= HEST_PRESETS[config.preset] | BY_SCOPE[config.scope]
     return _differs(config, plain)
 
+# %% ../../nbs/compare/07_adapter.ipynb #cd680ed5
 def _gates_said(core):
     gates = len(core.layers) * core.gate.theta.shape[1] if hasattr(core.gate, "theta") else None
-    kind = {"blocks": "whole blocks of the backbone", "directions": "the adapter's own directions"}["blocks" if hasattr(core, "ungated") else "directions"]
+    kind = {"blocks": "whole blocks of the backbone", "directions": "the adapter's own directions"}[
+        "blocks" if hasattr(core, "ungated") else "directions"
+    ]
     return f"{kind}, in {len(core.layers)} blocks" + (f"; {gates:,} gates a token" if gates else "")
 
+# %% ../../nbs/compare/07_adapter.ipynb #12962193
 def _gated_what(model, name, config, core):
-    fixed = {STATES[s]: [l for l, t in getattr(core, "ungated", {}).items() if t == s] for s in range(3)}
+    fixed = {
+        STATES[s]: [l for l, t in getattr(core, "ungated", {}).items() if t == s] for s in range(3)
+    }
     allowed = [s for s, on in zip(STATES, core.gate.allowed_states) if on]
     hardening = getattr(config, "hardening", None)
-    bound = {"bucket": f"token bucket, C = {getattr(config, 'capacity', 4.):g}: no prefix spends more than E_max", "argmax": "the likeliest state: no bound"}.get(hardening, "set by the method")
-    rows = [["adapter", f"{name!r}, {config.peft_type.value}"], ["backbone", _backbone_said(model)], ["preset", getattr(config, "preset", None)], ["changed in it", _gated_changes(config)],
-            ["scope", config.scope], ["gated", _gates_said(core)], ["without a gate", "; ".join(f"blocks {_listed(b)} in {s}" for s, b in fixed.items() if b) or "nothing"], ["states of a gate", ", ".join(allowed)],
-            ["controller", f"{type(core.controller).__name__}, k = {config.k}" if getattr(config, "controller", None) == "factorised" else type(core.controller).__name__], ["it reads", core.reads.replace("_", " ")],
-            ["gate", type(core.gate).__name__], ["directions", f"R = {core.rank} at each of {_sites_said(core.sites)}"], ["an int8 multiply-add", f"{config.cost_int8:g} of one in fp"], ["hardening", bound]]
+    bound = {
+        "bucket": f"token bucket, C = {getattr(config, 'capacity', 4.):g}: no prefix spends more "
+        "than E_max",
+        "argmax": "the likeliest state: no bound",
+    }.get(hardening, "set by the method")
+    rows = [
+        ["adapter", f"{name!r}, {config.peft_type.value}"],
+        ["backbone", _backbone_said(model)],
+        ["preset", getattr(config, "preset", None)],
+        ["changed in it", _gated_changes(config)],
+        ["scope", config.scope],
+        ["gated", _gates_said(core)],
+        [
+            "without a gate",
+            "; ".join(f"blocks {_listed(b)} in {s}" for s, b in fixed.items() if b) or "nothing",
+        ],
+        ["states of a gate", ", ".join(allowed)],
+        [
+            "controller",
+            (
+                f"{type(core.controller).__name__}, k = {config.k}"
+                if getattr(config, "controller", None) == "factorised"
+                else type(core.controller).__name__
+            ),
+        ],
+        ["it reads", core.reads.replace("_", " ")],
+        ["gate", type(core.gate).__name__],
+        ["directions", f"R = {core.rank} at each of {_sites_said(core.sites)}"],
+        ["an int8 multiply-add", f"{config.cost_int8:g} of one in fp"],
+        ["hardening", bound],
+    ]
     return Table("What it is", ["", "value"], [r for r in rows if r[1] is not None])
 
 # %% ../../nbs/compare/07_adapter.ipynb #0db21ced
 def _gated_parts(adapter, name, config, core):
     "Numbers and bytes of controller, thresholds and directions."
-    groups = {"controller": "controller.", "thresholds": "gate.", "directions, written": "u.", "directions, read": "v.", "strengths": "s"}
+    groups = {
+        "controller": "controller.",
+        "thresholds": "gate.",
+        "directions, written": "u.",
+        "directions, read": "v.",
+        "strengths": "s",
+    }
     state = core.state_dict()
-    rows = [[part, sum(t.numel() for t in of), sum(t.numel() * t.element_size() for t in of)] for part, start in groups.items() if (of := [t for n, t in state.items() if n.startswith(start)])]
+    rows = [
+        [part, sum(t.numel() for t in of), sum(t.numel() * t.element_size() for t in of)]
+        for part, start in groups.items()
+        if (of := [t for n, t in state.items() if n.startswith(start)])
+    ]
     kept = _kept(adapter, name)
     rows += [[part, None, n] for part, n in kept.items() if part != "adapter"]
     total, serving = sum(kept.values()), sum(n for part, n in kept.items() if part != "ewc")
-    title = f"Parameters and bytes: {total / 1e6:.3f} MB between tasks, {serving / 1e6:.3f} MB to serve; {adapter.tuner.controller_parameters(name):,} numbers decide about the gates"
-    return Table(title, ["part", "numbers", "bytes"], rows + [["total", sum(r[1] or 0 for r in rows), total]])
+    title = (
+        f"Parameters and bytes: {total / 1e6:.3f} MB between tasks, {serving / 1e6:.3f} MB "
+        f"to serve; {adapter.tuner.controller_parameters(name):,} numbers decide about the "
+        "gates"
+    )
+    return Table(
+        title, ["part", "numbers", "bytes"], rows + [["total", sum(r[1] or 0 for r in rows), total]]
+    )
 
+# %% ../../nbs/compare/07_adapter.ipynb #9b29881f
 def budget_hooks(
     adapter: Adapter,
 ) -> BudgetHooks | None:
     "The hooks that keep an adapter's budget; None where it was not built by the registry."
-    return next((h for h in getattr(adapter.hooks, "hooks", []) if isinstance(h, BudgetHooks)), None)
+    return next(
+        (h for h in getattr(adapter.hooks, "hooks", []) if isinstance(h, BudgetHooks)), None
+    )
 
+# %% ../../nbs/compare/07_adapter.ipynb #8adaaaa9
 def _table_of(core):
     "What all gates cost together."
     return core.table if hasattr(core, "table") else core.gate_table(tuple(range(len(core.layers))))
 
 def _gated_budget(core, config, hooks):
     costs, dearest = _table_of(core), max(s for s, on in enumerate(core.gate.allowed_states) if on)
-    rows = [["E_max", getattr(config, "e_max", None)], ["target of training", getattr(config, "target", None) or getattr(config, "e_max", None)], ["floor", costs.floor()], ["ceiling", costs.worst([dearest] * len(costs.constant), 10**9)]]
+    rows = [
+        ["E_max", getattr(config, "e_max", None)],
+        ["target of training", getattr(config, "target", None) or getattr(config, "e_max", None)],
+        ["floor", costs.floor()],
+        ["ceiling", costs.worst([dearest] * len(costs.constant), 10**9)],
+    ]
     if hooks is not None:
         told = hooks.told()
-        rows += [["price λ now", float(hooks.budget.price)], ["target now", hooks.budget.target() if hooks.budget.dual_rate else None], ["expected share of the last step", told.get("energy")], ["price of that step", told.get("energy_price")], ["steps taken", int(hooks.budget.step)], ["steps of the task", int(hooks.budget.n_steps)]]
+        rows += [
+            ["price λ now", float(hooks.budget.price)],
+            ["target now", hooks.budget.target() if hooks.budget.dual_rate else None],
+            ["expected share of the last step", told.get("energy")],
+            ["price of that step", told.get("energy_price")],
+            ["steps taken", int(hooks.budget.step)],
+            ["steps of the task", int(hooks.budget.n_steps)],
+        ]
     return Table("Budget, as shares of the scope's energy in fp", ["", "value"], rows)
 
 # %% ../../nbs/compare/07_adapter.ipynb #2fcac58c
@@ -332,71 +634,179 @@ def _answered(adapter, prompts, n_new):
     ends = getattr(settings, "eos_token_id", None)
     ends = [ends] if isinstance(ends, int) else list(ends or [])
     pad = getattr(settings, "pad_token_id", None)
-    with CostCounter(adapter, forward_cost(model.get_base_model()), len(ids), ends, n_positions=ids.shape[1] + n_new, n_bins=1) as counter:
+    with CostCounter(
+        adapter,
+        forward_cost(model.get_base_model()),
+        len(ids),
+        ends,
+        n_positions=ids.shape[1] + n_new,
+        n_bins=1,
+    ) as counter:
         counter.begin(list(range(len(ids))))
-        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=n_new, do_sample=False, num_beams=1, pad_token_id=(ends or [0])[0] if pad is None else pad)
+        model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=n_new,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=(ends or [0])[0] if pad is None else pad,
+        )
     return counter.costs, counter.use
 
+# %% ../../nbs/compare/07_adapter.ipynb #ac07bd1c
 def _spent_prompts(costs: SampleCosts, n_new: int):
     "Mean and largest over the prompts."
     joules = (costs.backbone + costs.adapter + costs.controller) * JOULES_PER_MULTIPLY_ADD
     both = lambda x: [float(x.mean()), float(x.max())]
-    rows = [["scope share", *both(costs.scope_share)], ["end-to-end share", *both(costs.energy_share)], ["µJ a prompt", *both(1e6 * joules)], ["tokens", *both(costs.tokens)]]
-    return Table(f"Spent on {len(costs.tokens)} prompts, {n_new} new tokens at most; Joules {MODELLED}", ["", "mean", "largest"], rows)
+    rows = [
+        ["scope share", *both(costs.scope_share)],
+        ["end-to-end share", *both(costs.energy_share)],
+        ["µJ a prompt", *both(1e6 * joules)],
+        ["tokens", *both(costs.tokens)],
+    ]
+    return Table(
+        f"Spent on {len(costs.tokens)} prompts, {n_new} new tokens at most; Joules " f"{MODELLED}",
+        ["", "mean", "largest"],
+        rows,
+    )
 
+# %% ../../nbs/compare/07_adapter.ipynb #22f01774
 def _spent_told(energy):
     "The report of a call, or a run's summary."
     if isinstance(energy, EnergyReport):
         share, joules = energy.scope_energy_share, energy.joules
         mean = lambda x: sum(x) / len(x) if x else None
-        rows = [["budget", energy.energy_budget, energy.energy_budget], ["scope share", mean(share), max(share, default=None)], ["largest token", None, energy.largest_token], ["µJ a prompt", mean([1e6 * j for j in joules]), max([1e6 * j for j in joules], default=None)]]
-        return Table(f"Spent in a call; Joules {energy.joules_source}", ["", "mean", "largest"], rows)
-    if not hasattr(energy, "get") or energy.get("joules_source") is None: raise ValueError(f"energy of hest_report is a {type(energy).__name__}; expected `energy` of what generate(..., energy_budget=...) gave, or the summary of a run's record with joules_source")
+        rows = [
+            ["budget", energy.energy_budget, energy.energy_budget],
+            ["scope share", mean(share), max(share, default=None)],
+            ["largest token", None, energy.largest_token],
+            [
+                "µJ a prompt",
+                mean([1e6 * j for j in joules]),
+                max([1e6 * j for j in joules], default=None),
+            ],
+        ]
+        return Table(
+            f"Spent in a call; Joules {energy.joules_source}", ["", "mean", "largest"], rows
+        )
+    if not hasattr(energy, "get") or energy.get("joules_source") is None:
+        raise ValueError(
+            f"energy of hest_report is a {type(energy).__name__}; expected `energy` of "
+            "what generate(..., energy_budget=...) gave, or the summary of a run's record "
+            "with joules_source"
+        )
     joules = energy.get("mean_joules_per_sample")
-    rows = [["scope share", energy.get("scope_energy_share"), energy.get("scope_energy_share_max")], ["end-to-end share", energy.get("energy_share"), energy.get("energy_share_max")], ["µJ a sample", None if joules is None else 1e6 * joules, None]]
+    rows = [
+        ["scope share", energy.get("scope_energy_share"), energy.get("scope_energy_share_max")],
+        ["end-to-end share", energy.get("energy_share"), energy.get("energy_share_max")],
+        ["µJ a sample", None if joules is None else 1e6 * joules, None],
+    ]
     return Table(f"Spent in a run; Joules {energy['joules_source']}", ["", "mean", "largest"], rows)
 
 # %% ../../nbs/compare/07_adapter.ipynb #ebd31bb2
 def _gated_gates(core, use: Utilisation | None):
-    "A row each gated block: its thresholds, and with prompts the share of tokens, or of directions, in each state."
-    theta = [t.detach().float() for t in core.gate.thresholds()] if hasattr(core.gate, "thresholds") else None
+    """A row each gated block: its thresholds, and with prompts the share of tokens, or of
+    directions, in each state."""
+    theta = (
+        [t.detach().float() for t in core.gate.thresholds()]
+        if hasattr(core.gate, "thresholds")
+        else None
+    )
     rows = []
     for r, layer in enumerate(core.layers):
         row = [layer] + ([] if theta is None else [float(t[r].mean()) for t in theta])
-        if use is not None: row += [*(use.states[r].sum(0) / use.n_tokens.sum()).tolist(), float(use.cost[r].sum() / use.n_tokens.sum())]
+        if use is not None:
+            row += [
+                *(use.states[r].sum(0) / use.n_tokens.sum()).tolist(),
+                float(use.cost[r].sum() / use.n_tokens.sum()),
+            ]
         rows.append(row)
-    columns = ["block"] + ["θ₁", "θ₂"] * (theta is not None) + [*STATES, "utilisation"] * (use is not None)
-    return Table("Gates by block" + (": thresholds (mean over its gates)" if theta is not None else "") + ("; shares of the states on the prompts, and their cost beside all in fp" if use is not None else ""), columns, rows)
+    columns = (
+        ["block"]
+        + ["θ₁", "θ₂"] * (theta is not None)
+        + [*STATES, "utilisation"] * (use is not None)
+    )
+    return Table(
+        "Gates by block"
+        + (": thresholds (mean over its gates)" if theta is not None else "")
+        + (
+            "; shares of the states on the prompts, and their cost beside all in fp"
+            if use is not None
+            else ""
+        ),
+        columns,
+        rows,
+    )
 
 # %% ../../nbs/compare/07_adapter.ipynb #a8ec7996
 def _gated_warnings(config, core, budget, gates, costs):
     value, out = {r[0]: r[1] for r in budget.rows}, []
     e_max, floor, target = value["E_max"], value["floor"], value["target of training"]
-    if e_max is not None and e_max < floor * 1.01: out.append(f"E_max {e_max:.4g} leaves the gates nothing above the floor {floor:.4g}")
+    if e_max is not None and e_max < floor * 1.01:
+        out.append(f"E_max {e_max:.4g} leaves the gates nothing above the floor {floor:.4g}")
     if not core.layers: out.append("no block has a gate: everything is in one state")
-    if "steps taken" not in value: out.append("price and target are not known: they stand in the hooks of the registry's Adapter, not in a PeftModel")
-    elif (share := value["expected share of the last step"]) is None: out.append("no training step has been taken, so no share is known")
-    elif target is not None and value["steps taken"] >= value["steps of the task"] and share > 1.1 * target: out.append(f"the last step expected to spend {share:.3f}, above the target {target:.3f}")
+    if "steps taken" not in value:
+        out.append(
+            "price and target are not known: they stand in the hooks of the registry's "
+            "Adapter, not in a PeftModel"
+        )
+    elif (share := value["expected share of the last step"]) is None:
+        out.append("no training step has been taken, so no share is known")
+    elif (
+        target is not None
+        and value["steps taken"] >= value["steps of the task"]
+        and share > 1.1 * target
+    ):
+        out.append(f"the last step expected to spend {share:.3f}, above the target {target:.3f}")
     if costs is None: return out
     states = {r["block"]: r for r in gates.records()}
-    if shut := [b for b, r in states.items() if r["off"] > .999]: out.append(f"the gates of blocks {_listed(shut)} open for no token of these prompts")
-    if e_max is not None and (largest := float(costs.scope_share.max())) > e_max * (1 + 1e-6): out.append(f"a prompt spends {largest:.3f}, above E_max {e_max:.3f}" + ("" if getattr(config, "hardening", None) == "bucket" else ": without a bucket nothing bounds it"))
+    if shut := [b for b, r in states.items() if r["off"] > .999]:
+        out.append(f"the gates of blocks {_listed(shut)} open for no token of these prompts")
+    if e_max is not None and (largest := float(costs.scope_share.max())) > e_max * (1 + 1e-6):
+        out.append(
+            f"a prompt spends {largest:.3f}, above E_max {e_max:.3f}"
+            + (
+                ""
+                if getattr(config, "hardening", None) == "bucket"
+                else ": without a bucket nothing bounds it"
+            )
+        )
     return out
 
+# %% ../../nbs/compare/07_adapter.ipynb #d4eda6e0
 def hest_report(
     model: PeftModel | Adapter, # with HEST, or another adapter with gates
-    prompts: dict | None = None, # a tokenised batch: input_ids (b, n), padded on the left, and attention_mask; None: which gates work and what they spend is left out
+    # a tokenised batch: input_ids (b, n), padded on the left, and attention_mask; None: which
+    # gates work and what they spend is left out
+    prompts: dict | None = None,
     max_new_tokens: int = 1, # of each answer; 1: the prompts are read
-    energy: EnergyReport | dict | None = None, # `energy` of what generate gave, or the summary of a run's record
+    # `energy` of what generate gave, or the summary of a run's record
+    energy: EnergyReport | dict | None = None,
     adapter_name: str | None = None, # None: the active one
 ) -> AdapterReport: # topics what, parameters, budget, gates, and spent, told
-    "What a gated adapter is, its bytes, which gates work and what was spent; `ValueError` for a model with another adapter."
+    """What a gated adapter is, its bytes, which gates work and what was spent; `ValueError` for a
+    model with another adapter."""
     adapter, name, config = _adapter_of(model, GatedModel, adapter_name, "hest_report")
-    if prompts is not None and name != adapter.tuner.active_adapters[0]: raise ValueError(f"prompts are answered by the active adapter, {adapter.tuner.active_adapters[0]!r}; call set_adapter({name!r}) first")
+    if prompts is not None and name != adapter.tuner.active_adapters[0]:
+        raise ValueError(
+            "prompts are answered by the active adapter, "
+            f"{adapter.tuner.active_adapters[0]!r}; call set_adapter({name!r}) first"
+        )
     core = adapter.tuner.core(name)
     with _left_alone(adapter.model):
-        costs, use = (None, None) if prompts is None else _answered(adapter, prompts, max_new_tokens)
-        tables = dict(what=_gated_what(adapter.model, name, config, core), parameters=_gated_parts(adapter, name, config, core), budget=_gated_budget(core, config, budget_hooks(adapter)), gates=_gated_gates(core, use))
+        costs, use = (
+            (None, None) if prompts is None else _answered(adapter, prompts, max_new_tokens)
+        )
+        tables = dict(
+            what=_gated_what(adapter.model, name, config, core),
+            parameters=_gated_parts(adapter, name, config, core),
+            budget=_gated_budget(core, config, budget_hooks(adapter)),
+            gates=_gated_gates(core, use),
+        )
     if costs is not None: tables["spent"] = _spent_prompts(costs, max_new_tokens)
     if energy is not None: tables["told"] = _spent_told(energy)
-    return AdapterReport(f"{config.peft_type.value}, adapter {name!r}", tables, _gated_warnings(config, core, tables["budget"], tables["gates"], costs))
+    return AdapterReport(
+        f"{config.peft_type.value}, adapter {name!r}",
+        tables,
+        _gated_warnings(config, core, tables["budget"], tables["gates"], costs),
+    )

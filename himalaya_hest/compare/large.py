@@ -8,6 +8,7 @@ __all__ = ['large_llama', 'large_adapter', 'large_bytes']
 # %% ../../nbs/compare/02_large.ipynb #3949b95c
 import torch
 
+from ..himalaya.config import in_parts
 from ..himalaya.packing import fill_of, packed_bytes, Fill
 from ..running.plan import _state_bytes
 from ..adapters.registry import Adapter, build_adapter, parse_adapter
@@ -20,10 +21,16 @@ def large_llama(
     "A Llama-2-7B by its shapes alone."
     from transformers import LlamaConfig, LlamaForCausalLM
     with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(
-            hidden_size=width, intermediate_size=11008 * width // 4096, num_hidden_layers=layers,
-            num_attention_heads=32, num_key_value_heads=32, vocab_size=32000,
-        ))
+        return LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=width,
+                intermediate_size=11008 * width // 4096,
+                num_hidden_layers=layers,
+                num_attention_heads=32,
+                num_key_value_heads=32,
+                vocab_size=32000,
+            )
+        )
 
 # %% ../../nbs/compare/02_large.ipynb #d3ddbd7f
 def large_adapter(
@@ -33,8 +40,8 @@ def large_adapter(
     c = record["config"]
     method, fields = parse_adapter(c["adapter"])[0], dict(c.get("adapter_config") or {})
     if method == "himalaya":
-        # without a limit, so that what would be over the budget is counted too
-        fields["budget_mb"] = None
+        # to count what would be over the budget, too
+        fields = in_parts(fields, c["preset"]) | dict(budget_mb=None)
     with torch.device("meta"):
         return build_adapter(method, large_llama(), None, c["preset"], fields, None, c["seed"])
 
@@ -45,13 +52,15 @@ def large_bytes(
 ) -> int:
     "Bytes kept after the record's tasks, at d = 4096 and 32 layers."
     n, c, (method, ewc) = (
-        len(record["tasks"]), record["config"], parse_adapter(record["config"]["adapter"])
+        len(record["tasks"]),
+        record["config"],
+        parse_adapter(record["config"]["adapter"]),
     )
     if c.get("protocol") == "zero_shot": return 0
     if method == "himalaya": size = _himalaya_bytes(adapter.tuner, record, n)
     else: size = _state_bytes(adapter, n)
     if ewc:
-        # a Fisher value and an anchor for every trained number, in fp32
+        # Fisher information and anchor
         size += 8 * sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
     return size * (n if c.get("protocol") == "single" else 1)
 
@@ -63,7 +72,8 @@ def _himalaya_bytes(tuner, record, n):
     used = most.slots - life[-1]["free"] if life else most.slots
     return sum(
         packed_bytes(
-            core, bits=getattr(config, "atom_bits", None) or 3,
+            core,
+            bits=getattr(config, "atom_bits", None) or 3,
             filled=Fill(used, min(n, most.prototypes), most.tokens),
         ).values()
     )

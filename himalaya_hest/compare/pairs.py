@@ -15,6 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from ..himalaya.config import flat_of
 from ..running.config import energy_training, scope_of
 from ..hest.tuner import tabs_e_max
 from ..measures.records import made_up_record, same_world
@@ -54,21 +55,17 @@ def method_of(
     c = record["config"]
     preset, protocol = c.get("preset", "default"), c.get("protocol", "sequential")
     known, unsaid = record.get("searched") or searched(c["adapter"], preset), object()
-    # only what differs from the defaults that the search left behind
-    set_ = {
-        k: v for k, v in (c.get("adapter_config") or {}).items()
-        if known["adapter_config"].get(k, unsaid) != v
-    }
+    set_ = {k: v for k, v in flat_of(c).items() if known["adapter_config"].get(k, unsaid) != v}
     set_ |= {
-        f"ewc {k}": v for k, v in (c.get("ewc") or {}).items()
+        f"ewc {k}": v
+        for k, v in (c.get("ewc") or {}).items()
         if (EWC_DEFAULTS | known["ewc"]).get(k, v) != v
     }
     if "e_max" in set_ and set_["e_max"] == tabs_e_max(
         scope=scope_of(c["adapter"], preset, c.get("adapter_config"))
     ):
-        # the budget that the package itself would set
+        # the package's own budget
         del set_["e_max"]
-    # the protocol last, in parentheses, as a reader looks for it there
     name = " ".join([c["adapter"]] + [preset] * (preset != "default")) + "".join(
         f", {k} {'+'.join(map(str, v)) if isinstance(v, list) else v}"
         for k, v in sorted(set_.items())

@@ -11,6 +11,7 @@ import json
 
 import numpy as np
 
+from ..himalaya.config import flat_of
 from ..measures.continual import evaluated_rows, forgetting_per_task
 from .large import large_adapter, large_bytes
 from himalaya_hest.compare.pairs import (
@@ -18,7 +19,7 @@ from himalaya_hest.compare.pairs import (
     sign_flip_p,
 )
 from himalaya_hest.measures.records import (
-    Table, chance_matrix, is_complete, same_world, score_array
+    Table, chance_matrix, is_complete, same_world, score_array,
 )
 
 # %% ../../nbs/compare/03_standings.ipynb #879998a4
@@ -402,30 +403,107 @@ def tuned_single(
     """What the reference learns of each task alone, mean over its runs. Raises ValueError where
     they were run with several settings."""
     runs = [
-        r for r in records
+        r
+        for r in records
         if r["config"].get("protocol") == "single" and r["config"]["adapter"] == adapter
     ]
-    # runs with several settings would be averaged as if they were one method
     rates = {
-        json.dumps([
+        json.dumps(
             [
-                r["config"].get("training", {}).get(k)
-                for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")
-            ],
-            r["config"].get("adapter_config"),
-        ]) for r in runs
+                [
+                    r["config"].get("training", {}).get(k)
+                    for k in ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")
+                ],
+                flat_of(r["config"]),
+            ]
+        )
+        for r in runs
     }
     if len(rates) > 1:
         raise ValueError(
             f"{adapter} was run on single tasks with several settings "
             f"({', '.join(sorted(rates))}): keep the one that the development world chose"
         )
-    # single tasks have nothing to forget: what is just learned is all
     return float(np.mean([r["summary"]["just_learned_accuracy"] for r in runs])) if runs else None
 
 # %% ../../nbs/compare/03_standings.ipynb #b633cc48
 def _verdict(good, sure):
     return "held" if good and sure else "in the mean, not shown" if good else "not held"
+
+def target_table(
+    records: list[dict], # of one world
+    method: str = "himalaya",
+    opponents: tuple = ("lora-bank", "lora+ewc", "lora"), # whose AUC is to be exceeded
+    most_forgotten: float = .015, # share of 1
+    least_learned: float = .95, # of the reference's just-learned score on single tasks
+    least: int = MAIN_PAIRS, # pairs of a verdict
+) -> Table: # one row a target
+    "Each target with its figure, its interval and whether it held."
+    runs, single, rows = by_pair(records), tuned_single(records), []
+    if method not in runs:
+        raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
+    lost, learned = (
+        np.array(_column(runs[method], k)) for k in ("average_forgetting", "just_learned_accuracy")
+    )
+    judged = lambda values, good, sure: (
+        _verdict(good, sure) if len(values) >= least else "too few pairs"
+    )
+    low, high = bca_interval(lost)
+    rows.append(
+        [
+            "forgotten",
+            f"≤ {most_forgotten}",
+            len(lost),
+            float(lost.mean()),
+            low,
+            high,
+            judged(lost, lost.mean() <= most_forgotten, high <= most_forgotten),
+        ]
+    )
+    if single:
+        low, high = bca_interval(learned / single)
+        rows.append(
+            [
+                "just learned, of LoRA's alone",
+                f"≥ {least_learned}",
+                len(learned),
+                float(learned.mean() / single),
+                low,
+                high,
+                judged(learned, learned.mean() / single >= least_learned, low >= least_learned),
+            ]
+        )
+    against = {r["opponent"]: r for r in paired_table(records, method, least=least).records()}
+    for o in opponents:
+        if (r := against.get(o)) is None:
+            rows.append(
+                [
+                    f"AUC above {o}",
+                    "> 0",
+                    len(runs.get(o, ())),
+                    None,
+                    None,
+                    None,
+                    "too few pairs" if o in runs else "not run",
+                ]
+            )
+        else:
+            rows.append(
+                [
+                    f"AUC above {o}",
+                    "> 0",
+                    r["n"],
+                    r["difference"],
+                    r["95 % from"],
+                    r["to"],
+                    _verdict(r["difference"] > 0, r["95 % from"] > 0 and r["p (Holm)"] < 0.05),
+                ]
+            )
+    return Table(
+        f"{method}: what was asked, and what it gave",
+        ["target", "limit", "n", "figure", "95 % from", "to", "verdict"],
+        rows,
+    )
 
 # %% ../../nbs/compare/03_standings.ipynb #6026439d
 def target_table(

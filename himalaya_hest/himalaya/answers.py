@@ -11,8 +11,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from .growth import HimalayaCore, gates_of
-from .presets import Parts
+from .method import HimalayaCore, gates_of
+from .config import Parts
 
 # %% ../../nbs/himalaya/13_answers.ipynb #e5e9c591
 @torch.no_grad()
@@ -23,8 +23,12 @@ def slot_digests(
     "A digest of each slot's read and write vectors in all spaces, and of its gains at all sites."
     book, out = core.dictionary, {}
     for k in slots:
-        parts = [p[k] for side in (book.read, book.write) for _, p in sorted(side.items())] + [book.gain[:, k]]
-        out[k] = hashlib.blake2b(torch.cat([t.detach().float().cpu() for t in parts]).numpy().tobytes(), digest_size=16).digest()
+        parts = [p[k] for side in (book.read, book.write) for _, p in sorted(side.items())] + [
+            book.gain[:, k]
+        ]
+        out[k] = hashlib.blake2b(
+            torch.cat([t.detach().float().cpu() for t in parts]).numpy().tobytes(), digest_size=16
+        ).digest()
     return out
 
 # %% ../../nbs/himalaya/13_answers.ipynb #a4213b2e
@@ -32,8 +36,13 @@ def has_digests(
     parts: Parts, # of a core
 ) -> bool:
     "Has this form of the method answers that a digest can speak for?"
-    return (parts.routing, parts.gates, parts.update) == ("sequence", "budget", "asymmetric") and not parts.kd_tree
+    return (parts.routing, parts.gates, parts.update) == (
+        "sequence",
+        "budget",
+        "asymmetric",
+    ) and not parts.kd_tree
 
+# %% ../../nbs/himalaya/13_answers.ipynb #1367fb32
 @torch.no_grad()
 def prompt_keys(
     core: HimalayaCore, # in evaluation mode
@@ -46,5 +55,7 @@ def prompt_keys(
     opened, gates = gates_of(core, logits, False)
     strength = (gates * c).float().cpu()
     slots = slot_digests(core, opened.any(0).nonzero().squeeze(1).tolist())
-    key = lambda row, ks: hashlib.blake2b(b"".join(slots[k] + row[k].numpy().tobytes() for k in ks), digest_size=16).hexdigest()
+    key = lambda row, ks: hashlib.blake2b(
+        b"".join(slots[k] + row[k].numpy().tobytes() for k in ks), digest_size=16
+    ).hexdigest()
     return [key(row, on.nonzero().squeeze(1).tolist()) for row, on in zip(strength, opened.cpu())]

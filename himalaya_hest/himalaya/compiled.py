@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .dictionary import Dictionary, ball
-from .growth import HimalayaCore
+from .method import HimalayaCore
 from ..ground.linalg import unit
 from .router import BudgetGates, first_slots
 
@@ -22,8 +22,14 @@ def fixed_faults(
 ) -> list[str]: # empty where the core can be routed in fixed shapes
     "The parts of a core that have no form in fixed shapes."
     p = core.parts
-    wanted = dict(update="asymmetric", routing="sequence", kd_tree=False) | (dict(gates="budget") if core.training else {})
-    return [f"{name}={getattr(p, name, None)!r} (expected {value!r})" for name, value in wanted.items() if getattr(p, name, None) != value]
+    wanted = dict(update="asymmetric", routing="sequence", kd_tree=False) | (
+        dict(gates="budget") if core.training else {}
+    )
+    return [
+        f"{name}={getattr(p, name, None)!r} (expected {value!r})"
+        for name, value in wanted.items()
+        if getattr(p, name, None) != value
+    ]
 
 # %% ../../nbs/himalaya/14_compiled.ipynb #9845cc61
 def fixed_slots(
@@ -33,15 +39,20 @@ def fixed_slots(
 ) -> tuple[Tensor, Tensor]: # slots (b, S) int64, coefficients (b, S)
     "The S places of every sequence."
     logits, c = core.router(phi)[:2]
-    threshold = core.logit_threshold if core.parts.gates == "budget" else -torch.inf # relaxed gates take the three highest
+    # relaxed gates take the three highest
+    threshold = core.logit_threshold if core.parts.gates == "budget" else -torch.inf
     owner = core.owner if core.parts.gates == "budget" else core.owner.clamp_max(0)
     current = core.current if training else torch.full_like(core.current, -1)
     slots, opened = first_slots(logits, owner, current, threshold, core.slots_per_sequence)
     a = c.gather(1, slots)
     if training:
-        pi = BudgetGates.apply(logits / core.temperature, core.slots_per_sequence, core.owner >= 0).gather(1, slots)
+        pi = BudgetGates.apply(
+            logits / core.temperature, core.slots_per_sequence, core.owner >= 0
+        ).gather(1, slots)
         a = a * (1 + (pi - pi.detach()))
-        acting = torch.zeros_like(core.opened).index_add(0, slots.flatten(), opened.flatten().to(core.opened.dtype))
+        acting = torch.zeros_like(core.opened).index_add(
+            0, slots.flatten(), opened.flatten().to(core.opened.dtype)
+        )
         core.opened += acting; core.usage += acting
     return torch.where(opened, slots, 0), torch.where(opened, a, 0.)
 
@@ -66,16 +77,22 @@ def strengths(
     dictionary: Dictionary,
     slots: Tensor, # (b, S) int64
     a: Tensor, # (b, S) gate times coefficient
-    grams: dict[tuple[str, str], Tensor], # pair of spaces → (b, S, S) inner products of the slots' matrices
+    # pair of spaces → (b, S, S) inner products of the slots' matrices
+    grams: dict[tuple[str, str], Tensor],
 ) -> list[Tensor]: # per site (b, S)
     "v' of every site."
     book, out = dictionary, [None] * len(dictionary.sites)
     v = a[:, None] * book.gain.T[slots].mT # (b, sites, S)
     for pair, group in book.groups.items():
-        part = ball(v[:, group], grams[pair], book.gamma) if book.norm_rescaling else book.gamma * v[:, group]
+        part = (
+            ball(v[:, group], grams[pair], book.gamma)
+            if book.norm_rescaling
+            else book.gamma * v[:, group]
+        )
         for i, s in zip(group, part.unbind(1)): out[i] = s
     return out
 
+# %% ../../nbs/himalaya/14_compiled.ipynb #950d107c
 def fixed_update(
     dictionary: Dictionary,
     slots: Tensor, # (b, S) int64
@@ -83,9 +100,15 @@ def fixed_update(
 ) -> FixedUpdate:
     "Gather every sequence's slots and bring their coefficients into the ball, for all sites."
     book, norm = dictionary, unit if dictionary.norm_rescaling else (lambda x: x)
-    reads, writes = ({k: norm(p[slots]) for k, p in side.items()} for side in (book.read, book.write))
+    reads, writes = (
+        {k: norm(p[slots]) for k, p in side.items()} for side in (book.read, book.write)
+    )
     grams = {(r, w): (reads[r] @ reads[r].mT) * (writes[w] @ writes[w].mT) for r, w in book.groups}
-    return FixedUpdate(strengths(book, slots, a, grams), [reads[r] for r, _ in book.spaces], [writes[w] for _, w in book.spaces])
+    return FixedUpdate(
+        strengths(book, slots, a, grams),
+        [reads[r] for r, _ in book.spaces],
+        [writes[w] for _, w in book.spaces],
+    )
 
 # %% ../../nbs/himalaya/14_compiled.ipynb #4db29982
 def fixed_route(
@@ -94,5 +117,9 @@ def fixed_route(
     tau: Tensor, # (b, d) mean embedding of the instruction
 ) -> FixedUpdate:
     "What `core.route` does, in fixed shapes; `ValueError` for parts of the method that have none."
-    if faults := fixed_faults(core): raise ValueError(f"no routing in fixed shapes for {', '.join(faults)}")
-    return fixed_update(core.dictionary, *fixed_slots(core, core.router.features(e, tau), core.training and torch.is_grad_enabled()))
+    if faults := fixed_faults(core):
+        raise ValueError(f"no routing in fixed shapes for {', '.join(faults)}")
+    return fixed_update(
+        core.dictionary,
+        *fixed_slots(core, core.router.features(e, tau), core.training and torch.is_grad_enabled()),
+    )

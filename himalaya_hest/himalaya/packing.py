@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from ..ground.files import tensor_digest
-from .growth import HimalayaCore, refit_tree, router_columns, set_projector
+from .method import HimalayaCore, follow_atoms, router_columns, set_projector
 from ..ground.linalg import unpack_symmetric
 from ..ground.quant import dequantise_groups, grouped_bytes, quantise_groups
 
@@ -31,7 +31,9 @@ _SNAPPED = ("atoms", "gain", "columns")
 def _tensors(core, serving=False):
     seen, tensors = set(), core.state_dict(keep_vars=True)
     for name, t in tensors.items():
-        if id(t) in seen or serving and (name in TRAINING_ONLY or name.startswith("guard.")): continue # seen: one tensor under two names
+        if id(t) in seen or serving and (name in TRAINING_ONLY or name.startswith("guard.")):
+            # seen: one tensor under two names
+            continue
         seen.add(id(t))
         yield name, _kind(name, t, len(core.owner), "router.w1" in tensors), t
 
@@ -55,14 +57,28 @@ def _place(kind, t, slots, n_slots, stored=None, n_tokens=None):
 def _encode(name, kind, value, bits):
     if bits == 32 or kind not in _SNAPPED: return {name: value.detach().clone()}
     if kind == "columns": return {name: value.detach().half()}
-    codes, scales = quantise_groups(value, bits) if kind == "atoms" else quantise_groups(value.T, GAIN_BITS, len(value))
+    codes, scales = (
+        quantise_groups(value, bits)
+        if kind == "atoms"
+        else quantise_groups(value.T, GAIN_BITS, len(value))
+    )
     return {f"{name}.codes": codes, f"{name}.scales": scales}
 
+# %% ../../nbs/himalaya/11_packing.ipynb #e0e42e82
 def _decode(name, kind, t, state):
     if name in state: return state[name].to(t.device, t.dtype)
-    if missing := [n for n in ((f"{name}.codes", f"{name}.scales") if kind in ("atoms", "gain") else (name,)) if n not in state]: raise ValueError(f"the packed state lacks {missing[0]}; it has {sorted(state)}")
+    if missing := [
+        n
+        for n in ((f"{name}.codes", f"{name}.scales") if kind in ("atoms", "gain") else (name,))
+        if n not in state
+    ]:
+        raise ValueError(f"the packed state lacks {missing[0]}; it has {sorted(state)}")
     codes, scales = (state[f"{name}.{n}"].to(t.device) for n in ("codes", "scales"))
-    return dequantise_groups(codes, scales, t.shape[1]) if kind == "atoms" else dequantise_groups(codes, scales, len(t), len(t)).T
+    return (
+        dequantise_groups(codes, scales, t.shape[1])
+        if kind == "atoms"
+        else dequantise_groups(codes, scales, len(t), len(t)).T
+    )
 
 # %% ../../nbs/himalaya/11_packing.ipynb #829c097b
 @torch.no_grad()
@@ -71,11 +87,16 @@ def snap_slots_(
     slots: Tensor, # (u,) int64
     bits: int = 3, # of the read and write vectors: 2, 3, 4, 8, or 32 to leave everything as it is
 ) -> None:
-    "Put the vectors, gains and router columns of slots on the grid, in place; doing it again changes nothing. `ValueError` unless they are float32."
+    """Put the vectors, gains and router columns of slots on the grid, in place; doing it again
+    changes nothing. `ValueError` unless they are float32."""
     if bits == 32: return
     for name, kind, t in _tensors(core):
         if kind not in _SNAPPED: continue
-        if t.dtype != torch.float32: raise ValueError(f"{name} is {t.dtype}; the grid needs float32: keep the adapter in float32 (autocast_adapter_dtype=True)")
+        if t.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {t.dtype}; the grid needs float32: keep the adapter in float32 "
+                "(autocast_adapter_dtype=True)"
+            )
         place = _place(kind, t, slots, len(core.owner))
         t[place] = _decode(name, kind, t, _encode(name, kind, t[place], bits))
 
@@ -86,17 +107,24 @@ def packed_state(
     serving: bool = False, # only what answering needs
     bits: int = 3, # of the atoms; 32: dictionary and router columns as float32
 ) -> dict[str, Tensor]: # names of the core's state, with .codes and .scales where packed
-    "All that is kept between two tasks, at its packed size. `ValueError` if a slot in use is not on the grid or a free one has gains or router columns."
+    """All that is kept between two tasks, at its packed size. `ValueError` if a slot in use is not
+    on the grid or a free one has gains or router columns."""
     r, K, out = core.router, len(core.owner), {}
     used, stored = (core.owner >= 0).nonzero().squeeze(1), _stored(r) > 0
     for name, kind, t in _tensors(core, serving):
         place = _place(kind, t, used, K, stored, _n_tokens(r))
         value = t[place]
         if kind in ("gain", "columns") and torch.count_nonzero(value) != torch.count_nonzero(t):
-            raise ValueError(f"{name} is not zero for a slot without owner, which a packed state would lose: free the slot or give it an owner")
+            raise ValueError(
+                f"{name} is not zero for a slot without owner, which a packed state would "
+                "lose: free the slot or give it an owner"
+            )
         out |= (packed := _encode(name, kind, value, bits))
         if not torch.equal(_decode(name, kind, t, packed), value):
-            raise ValueError(f"{name} of the {len(used)} slots in use is not on the {bits}-bit grid: call snap_slots_ on them first, so that what runs is what is packed")
+            raise ValueError(
+                f"{name} of the {len(used)} slots in use is not on the {bits}-bit grid: "
+                "call snap_slots_ on them first, so that what runs is what is packed"
+            )
     return out
 
 def _stored(router): return getattr(router, "prototype_scale", router.counted.new_zeros(0))
@@ -106,18 +134,52 @@ def _n_tokens(router): return int((router.counted >= 0).sum())
 def impossible_numbers(
     state: dict[str, Tensor], # of a core, packed or not
 ) -> list[str]:
-    "What no adapter in use holds: numbers that are not finite, tokens counted twice, an order that is none, axes beyond the width, a projector that stretches."
-    counted, order, axis, triangle = (state.get(n) for n in ("router.counted", "tree.order", "tree.axis", "projector_triangle"))
-    wrong = [f"{n} holds numbers that are not finite" for n, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())]
-    wrong += [f"{n} holds {t.min().item():g}, expected at least {low}" for n, low in dict(owner=-1, usage=0, current=-1, temperature=1e-6).items() if (t := state.get(n)) is not None and t.numel() and float(t.min()) < low]
-    if counted is not None and (len(tokens := counted[counted >= 0]) != len(tokens.unique()) or bool((counted[:len(tokens)] < 0).any()) or bool((counted < -1).any())): wrong.append("router.counted names a token twice, or has a gap")
+    """What no adapter in use holds: numbers that are not finite, tokens counted twice, an order
+    that is none, axes beyond the width, a projector that stretches."""
+    counted, order, axis, triangle = (
+        state.get(n) for n in ("router.counted", "tree.order", "tree.axis", "projector_triangle")
+    )
+    wrong = [
+        f"{n} holds numbers that are not finite"
+        for n, t in state.items()
+        if t.is_floating_point() and not bool(t.isfinite().all())
+    ]
+    wrong += [
+        f"{n} holds {t.min().item():g}, expected at least {low}"
+        for n, low in dict(owner=-1, usage=0, current=-1, temperature=1e-6).items()
+        if (t := state.get(n)) is not None and t.numel() and float(t.min()) < low
+    ]
+    if counted is not None and (
+        len(tokens := counted[counted >= 0]) != len(tokens.unique())
+        or bool((counted[: len(tokens)] < 0).any())
+        or bool((counted < -1).any())
+    ):
+        wrong.append("router.counted names a token twice, or has a gap")
     for n in ("router.e_scale", "router.t_scale"):
-        if n in state and bool(state[n].any()) and float(state[n].min()) < 1e-7: wrong.append(f"{n} holds {state[n].min():g}, expected at least 1e-6, or zeros before fit_statistics")
-    if order is not None and not torch.equal(order.long().sort().values, torch.arange(len(order), device=order.device)): wrong.append(f"tree.order is no order of {len(order)} atoms")
+        if n in state and bool(state[n].any()) and float(state[n].min()) < 1e-7:
+            wrong.append(
+                f"{n} holds {state[n].min():g}, expected at least 1e-6, or zeros before "
+                "fit_statistics"
+            )
+    if order is not None and not torch.equal(
+        order.long().sort().values, torch.arange(len(order), device=order.device)
+    ):
+        wrong.append(f"tree.order is no order of {len(order)} atoms")
     width = len(state.get("router.e_scale", ()))
-    if axis is not None and len(axis) and not 0 <= int(axis.min()) <= int(axis.max()) < width: wrong.append(f"tree.axis holds {int(axis.min())} to {int(axis.max())}, expected 0 to {width - 1}")
-    if triangle is not None and triangle.numel() and float(triangle.abs().max()) > 1.01: wrong.append(f"projector_triangle holds {triangle.abs().max():g}, expected at most 1: a projector stretches nothing")
-    return wrong + [f"{n} holds {t.min():g}, expected no negative number" for n, t in state.items() if n.startswith("guard.fisher") and t.numel() and float(t.min()) < 0]
+    if axis is not None and len(axis) and not 0 <= int(axis.min()) <= int(axis.max()) < width:
+        wrong.append(
+            f"tree.axis holds {int(axis.min())} to {int(axis.max())}, expected 0 to " f"{width - 1}"
+        )
+    if triangle is not None and triangle.numel() and float(triangle.abs().max()) > 1.01:
+        wrong.append(
+            f"projector_triangle holds {triangle.abs().max():g}, expected at most 1: a "
+            "projector stretches nothing"
+        )
+    return wrong + [
+        f"{n} holds {t.min():g}, expected no negative number"
+        for n, t in state.items()
+        if n.startswith("guard.fisher") and t.numel() and float(t.min()) < 0
+    ]
 
 # %% ../../nbs/himalaya/11_packing.ipynb #5f1c44f0
 @torch.no_grad()
@@ -125,27 +187,53 @@ def load_packed(
     core: HimalayaCore, # made with the sizes and the seed of the one that was packed
     state: dict[str, Tensor], # as `packed_state` gives it
 ) -> None:
-    "Put a packed state into a core; the core is untouched if the state does not fit (`ValueError`). A serving state leaves a projector of zeros: nothing more can be learned with it."
+    """Put a packed state into a core; the core is untouched if the state does not fit
+    (`ValueError`). A serving state leaves a projector of zeros: nothing more can be learned with
+    it."""
     if "owner" not in state or state["owner"].shape != core.owner.shape:
-        raise ValueError(f"the packed state has owners {tuple(state['owner'].shape) if 'owner' in state else None}, the adapter {len(core.owner)} slots; make it with the n_slots of the packed one")
-    if wrong := impossible_numbers(state): raise ValueError(f"the packed state cannot be loaded: {'; '.join(wrong)}")
+        raise ValueError(
+            "the packed state has owners "
+            f"{tuple(state['owner'].shape) if 'owner' in state else None}, the adapter "
+            f"{len(core.owner)} slots; make it with the n_slots of the packed one"
+        )
+    if wrong := impossible_numbers(state):
+        raise ValueError(f"the packed state cannot be loaded: {'; '.join(wrong)}")
     used, values = (state["owner"] >= 0).nonzero().squeeze(1).to(core.owner.device), []
     stored = (state.get("router.prototype_scale", state["owner"][:0]) > 0).to(core.owner.device)
     serving = not any(n in state for n in TRAINING_ONLY)
     tensors = list(_tensors(core, serving))
-    if more := sorted(set(state) - {n + end for n, *_ in tensors for end in ("", ".codes", ".scales")}): raise ValueError(f"the packed state has {more[0]}, which this adapter does not")
+    if more := sorted(
+        set(state) - {n + end for n, *_ in tensors for end in ("", ".codes", ".scales")}
+    ):
+        raise ValueError(f"the packed state has {more[0]}, which this adapter does not")
     for name, kind, t in tensors:
-        if name in state and state[name].dtype not in (t.dtype, torch.float16 if kind == "columns" else t.dtype): raise ValueError(f"{name} of the packed state is {state[name].dtype}, the adapter expects {t.dtype}")
-        place, value = _place(kind, t, used, len(core.owner), stored, len(state.get("router.counted", used))), _decode(name, kind, t, state)
-        if t[place].shape != value.shape: raise ValueError(f"{name} of the packed state has shape {tuple(value.shape)}, the adapter expects {tuple(t[place].shape)}")
+        if name in state and state[name].dtype not in (
+            t.dtype,
+            torch.float16 if kind == "columns" else t.dtype,
+        ):
+            raise ValueError(
+                f"{name} of the packed state is {state[name].dtype}, the adapter expects "
+                f"{t.dtype}"
+            )
+        place, value = _place(
+            kind, t, used, len(core.owner), stored, len(state.get("router.counted", used))
+        ), _decode(name, kind, t, state)
+        if t[place].shape != value.shape:
+            raise ValueError(
+                f"{name} of the packed state has shape {tuple(value.shape)}, the adapter "
+                f"expects {tuple(t[place].shape)}"
+            )
         values.append((name, kind, t, place, value))
     for name, kind, t, place, value in values:
         if kind != "atoms": t.fill_(-1 if name == "router.counted" else 0)
         t[place] = value
     core.opened.zero_()
     if serving: core.current.fill_(-1); core.temperature.fill_(1.)
-    set_projector(core, torch.zeros_like(core.projector) if serving else unpack_symmetric(core.projector_triangle))
-    refit_tree(core)
+    set_projector(
+        core,
+        torch.zeros_like(core.projector) if serving else unpack_symmetric(core.projector_triangle),
+    )
+    follow_atoms(core)
 
 # %% ../../nbs/himalaya/11_packing.ipynb #9915fe02
 class Fill(NamedTuple):
@@ -154,13 +242,15 @@ class Fill(NamedTuple):
     prototypes: int # stored instructions
     tokens: int # tokens whose frequency is known
 
+# %% ../../nbs/himalaya/11_packing.ipynb #c43b8783
 def fill_of(
     core: HimalayaCore,
     full: bool = False, # as if everything were in use, as always on the meta device
 ) -> Fill:
     "Slots, prototypes and tokens in use."
     scale = _stored(core.router)
-    if full or core.owner.is_meta: return Fill(len(core.owner), len(scale), len(core.router.counted))
+    if full or core.owner.is_meta:
+        return Fill(len(core.owner), len(scale), len(core.router.counted))
     return Fill(int((core.owner >= 0).sum()), int((scale > 0).sum()), _n_tokens(core.router))
 
 # %% ../../nbs/himalaya/11_packing.ipynb #14590732
@@ -174,8 +264,16 @@ def packed_bytes(
     f, parts, K = filled or fill_of(core), {}, len(core.owner)
     half = 4 if bits == 32 else 2
     for name, kind, t in _tensors(core, serving):
-        if kind == "atoms": size = 4 * f.slots * t.shape[1] if bits == 32 else grouped_bytes(f.slots, t.shape[1], bits)
-        elif kind == "gain": size = 4 * f.slots * len(t) if bits == 32 else grouped_bytes(f.slots, len(t), GAIN_BITS, len(t))
+        if kind == "atoms":
+            size = (
+                4 * f.slots * t.shape[1] if bits == 32 else grouped_bytes(f.slots, t.shape[1], bits)
+            )
+        elif kind == "gain":
+            size = (
+                4 * f.slots * len(t)
+                if bits == 32
+                else grouped_bytes(f.slots, len(t), GAIN_BITS, len(t))
+            )
         elif kind == "columns": size = half * len(t) * (t.shape[1] - 2 * (K - f.slots))
         elif kind == "rows": size = t.element_size() * f.prototypes * t.shape[1]
         else: size = t.element_size() * (f.tokens if kind == "prefix" else t.numel())
@@ -193,19 +291,44 @@ def check_budget(
     parts = packed_bytes(core, bits=bits, filled=fill_of(core, full=True))
     total = sum(parts.values()) / 1e6
     if total > budget_mb:
-        names = ", ".join(f"{n} {b / 1e6:.3f}" for n, b in sorted(parts.items(), key=lambda p: -p[1]) if b >= 1000)
-        raise ValueError(f"the state between tasks would take {total:.3f} MB with all {len(core.owner)} slots in use, over the budget of {budget_mb} MB ({names}); lower n_slots or n_features")
+        names = ", ".join(
+            f"{n} {b / 1e6:.3f}" for n, b in sorted(parts.items(), key=lambda p: -p[1]) if b >= 1000
+        )
+        raise ValueError(
+            f"the state between tasks would take {total:.3f} MB with all {len(core.owner)} "
+            f"slots in use, over the budget of {budget_mb} MB ({names}); lower n_slots or "
+            "n_features"
+        )
     return total
 
 # %% ../../nbs/himalaya/11_packing.ipynb #fe00773f
 FORMAT = "himalaya-packed-1"
 
-def _record_digest(info): return hashlib.sha256(json.dumps({k: v for k, v in info.items() if k != "record"}, sort_keys=True).encode()).hexdigest()
+def _record_digest(info):
+    return hashlib.sha256(
+        json.dumps({k: v for k, v in info.items() if k != "record"}, sort_keys=True).encode()
+    ).hexdigest()
 
-_DECIDE = ("update", "strength", "vector_spaces", "norm_rescaling", "router", "prototypes", "gates", "routing", "kd_tree", "n_core_slots")
+_DECIDE = (
+    "update",
+    "strength",
+    "vector_spaces",
+    "norm_rescaling",
+    "router",
+    "prototypes",
+    "gates",
+    "routing",
+    "kd_tree",
+    "n_core_slots",
+)
 def _settings(core):
     "What is not in the tensors and decides an answer."
-    return {n: getattr(core.parts, n) for n in _DECIDE} | dict(gamma=core.dictionary.gamma, slots_per_sequence=core.slots_per_sequence, logit_threshold=core.logit_threshold, mask=getattr(core.router, "n_open", None))
+    return {n: getattr(core.parts, n) for n in _DECIDE} | dict(
+        gamma=core.dictionary.gamma,
+        slots_per_sequence=core.slots_per_sequence,
+        logit_threshold=core.logit_threshold,
+        mask=getattr(core.router, "n_open", None),
+    )
 
 # %% ../../nbs/himalaya/11_packing.ipynb #6e581aa2
 def write_packed(
@@ -215,9 +338,19 @@ def write_packed(
     bits: int = 3,
 ) -> dict: # what the line of JSON says
     "Write the packed state to a file; equal states give equal bytes."
-    path, state = Path(path), {n: t.cpu().contiguous() for n, t in packed_state(core, serving, bits).items()}
-    info = dict(format=FORMAT, serving=serving, bits=bits, slots=len(core.owner), router=core.router.digest,
-                shapes={n: list(t.shape) for n, t in state.items()}, settings=_settings(core), digest=tensor_digest(state))
+    path, state = Path(path), {
+        n: t.cpu().contiguous() for n, t in packed_state(core, serving, bits).items()
+    }
+    info = dict(
+        format=FORMAT,
+        serving=serving,
+        bits=bits,
+        slots=len(core.owner),
+        router=core.router.digest,
+        shapes={n: list(t.shape) for n, t in state.items()},
+        settings=_settings(core),
+        digest=tensor_digest(state),
+    )
     info["record"] = _record_digest(info)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(save(state, metadata={"himalaya": json.dumps(info, sort_keys=True)}))
@@ -230,16 +363,66 @@ def read_packed(
 ) -> tuple[dict[str, Tensor], dict]: # the state, and what the line of JSON says
     "Read a packed file; `ValueError` if it is not one, is not whole, or was changed."
     try:
-        with safe_open(str(path), "pt") as f: info, state = json.loads((f.metadata() or {}).get("himalaya", "{}")), {n: f.get_tensor(n) for n in f.keys()}
-    except Exception as e: raise ValueError(f"{path} is not a whole packed file ({type(e).__name__}: {e}); get the file again") from e
-    if not isinstance(info, dict) or info.get("format") != FORMAT: raise ValueError(f"{path} is not a packed HIMALAYA state: its format is {info.get('format') if isinstance(info, dict) else None!r}, expected {FORMAT!r}")
-    kinds = dict(serving=bool, bits=int, slots=int, router=str, shapes=dict, digest=str, settings=(dict, type(None)), record=(str, type(None)))
-    if bad := [n for n, k in kinds.items() if not isinstance(info.get(n), k)]: raise ValueError(f"{path} was changed after it was written: {bad[0]} is {str(info.get(bad[0]))[:60]!r}; get the file again")
-    if tensor_digest(state) != info["digest"]: raise ValueError(f"{path} was changed after it was written: its tensors have the digest {tensor_digest(state)[:12]}, expected {info['digest'][:12]}")
-    if "record" in info and _record_digest(info) != info["record"] or info["shapes"] != {n: list(t.shape) for n, t in state.items()}: raise ValueError(f"{path} was changed after it was written: its line of JSON is not the one that was written; get the file again")
-    if wrong := [n for n, t in state.items() if n.endswith(".codes") and (t.dtype != torch.uint8 or t.dim() != 3 or t.shape[1] != (GAIN_BITS if n.endswith(".gain.codes") else info["bits"]))]: raise ValueError(f"{path} says {info['bits']} bits, but {wrong[0]} is {state[wrong[0]].dtype} of shape {tuple(state[wrong[0]].shape)}; get the file again")
+        with safe_open(str(path), "pt") as f:
+            info, state = json.loads((f.metadata() or {}).get("himalaya", "{}")), {
+                n: f.get_tensor(n) for n in f.keys()
+            }
+    except Exception as e:
+        raise ValueError(
+            f"{path} is not a whole packed file ({type(e).__name__}: {e}); get the file " "again"
+        ) from e
+    if not isinstance(info, dict) or info.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not a packed HIMALAYA state: its format is "
+            f"{info.get('format') if isinstance(info, dict) else None!r}, expected "
+            f"{FORMAT!r}"
+        )
+    kinds = dict(
+        serving=bool,
+        bits=int,
+        slots=int,
+        router=str,
+        shapes=dict,
+        digest=str,
+        settings=(dict, type(None)),
+        record=(str, type(None)),
+    )
+    if bad := [n for n, k in kinds.items() if not isinstance(info.get(n), k)]:
+        raise ValueError(
+            f"{path} was changed after it was written: {bad[0]} is "
+            f"{str(info.get(bad[0]))[:60]!r}; get the file again"
+        )
+    if tensor_digest(state) != info["digest"]:
+        raise ValueError(
+            f"{path} was changed after it was written: its tensors have the digest "
+            f"{tensor_digest(state)[:12]}, expected {info['digest'][:12]}"
+        )
+    if (
+        "record" in info
+        and _record_digest(info) != info["record"]
+        or info["shapes"] != {n: list(t.shape) for n, t in state.items()}
+    ):
+        raise ValueError(
+            f"{path} was changed after it was written: its line of JSON is not the one "
+            "that was written; get the file again"
+        )
+    if wrong := [
+        n
+        for n, t in state.items()
+        if n.endswith(".codes")
+        and (
+            t.dtype != torch.uint8
+            or t.dim() != 3
+            or t.shape[1] != (GAIN_BITS if n.endswith(".gain.codes") else info["bits"])
+        )
+    ]:
+        raise ValueError(
+            f"{path} says {info['bits']} bits, but {wrong[0]} is {state[wrong[0]].dtype} "
+            f"of shape {tuple(state[wrong[0]].shape)}; get the file again"
+        )
     return state, info
 
+# %% ../../nbs/himalaya/11_packing.ipynb #1cc2164f
 def load_packed_file(
     core: HimalayaCore, # made with the sizes and the seed of the one that was packed
     path: str | Path,
@@ -247,8 +430,22 @@ def load_packed_file(
     "Put a packed file into a core; `ValueError` also if its router was drawn from another seed."
     state, info = read_packed(path)
     here = _settings(core)
-    if differ := [f"{n} {v} there and {here[n]} here" for n, v in (info.get("settings") or {}).items() if n in here and v != here[n]]: raise ValueError(f"{path} was packed with another configuration: {', '.join(differ)}; make the adapter with that of the packed one")
-    if info["router"] != core.router.digest: raise ValueError(f"{path} belongs to a router with the digest {info['router'][:12]}, this one has {core.router.digest[:12]}: seed, n_features or the width of the backbone differ")
+    if differ := [
+        f"{n} {v} there and {here[n]} here"
+        for n, v in (info.get("settings") or {}).items()
+        if n in here and v != here[n]
+    ]:
+        raise ValueError(
+            f"{path} was packed with another configuration: {', '.join(differ)}; make the "
+            "adapter with that of the packed one"
+        )
+    if info["router"] != core.router.digest:
+        raise ValueError(
+            f"{path} belongs to a router with the digest {info['router'][:12]}, this one "
+            f"has {core.router.digest[:12]}: seed, n_features or the width of the backbone "
+            "differ"
+        )
     try: load_packed(core, state)
-    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as e: raise ValueError(f"{path} cannot be loaded: {e}") from e
+    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path} cannot be loaded: {e}") from e
     return info

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from ..running.config import RunConfig, told_parameters
 from .run import run_continual
-from ..measures.records import NEEDED, Table, check_record, plain_json
+from ..measures.records import NEEDED, Table
+from ..himalaya.config import all_flat, flat_of, in_parts
 from himalaya_hest.adapters.registry import (
     _config_class, need_adapter_module, parse_adapter, resolve_adapter_config,
     searched_defaults,
@@ -74,14 +75,18 @@ def as_it_was(
     config: dict, # of a record
 ) -> dict: # the same, with what its adapter left open then
     "The config with the class's own values where a search has changed the default since."
-    adapter, preset, given = config["adapter"], config["preset"], config.get("adapter_config") or {}
-    # what a search sets today, the record's run may not have had
+    adapter, preset, given = config["adapter"], config["preset"], flat_of(config)
     opened = (
-        searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys())
+        searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys()
+    )
     if not opened: return config
-    own = _config_class(parse_adapter(adapter)[0])(
-        **resolve_adapter_config(adapter, preset, given, config["seed"]))
-    return config | dict(adapter_config=given | {k: getattr(own, k) for k in sorted(opened)})
+    method, _ = parse_adapter(adapter)
+    known = in_parts(given, preset) if method == "himalaya" else given
+    own = _config_class(method)(**resolve_adapter_config(adapter, preset, known, config["seed"]))
+    values = all_flat(own) if method == "himalaya" else vars(own)
+    return config | dict(
+        adapter_config=given | {k: values[k] for k in sorted(opened) if k in values}
+    )
 
 # %% ../../nbs/jobs/05_again.ipynb #30fe9031
 def parameters_of(
@@ -94,32 +99,39 @@ def parameters_of(
     """The record's parameters for another run of the same; `ValueError` where they do not suffice,
     or are none."""
     config, known = record["config"], {f.name for f in fields(RunConfig)}
-    # code that the record does not hold, or that it would be careless to run
     if config.get("hooks"):
         raise ValueError(
             f"{record['run_id']} was driven by the hooks {', '.join(config['hooks'])}, "
-            "whose code the record does not hold: repeat it with the program that passed them"
+            "whose code the record does not hold: repeat it with the program that passed "
+            "them"
         )
     if config.get("allow_code_execution") and not allow_code_execution:
         raise ValueError(
-            f"{record['run_id']} ran the programs that its model wrote: "
-            "where the record is one to trust, repeat it with --allow-code-execution"
+            f"{record['run_id']} ran the programs that its model wrote: where the record "
+            "is one to trust, repeat it with --allow-code-execution"
         )
     need_adapter_module(record["run_id"], config, adapter_module)
-    # a newer version's record may mean something by what this one lacks
     if unknown := sorted(config.keys() - known):
         raise ValueError(
-            f"{record['run_id']} has the parameters {', '.join(unknown)}, "
-            "which this version does not know: "
-            f"repeat it with the version of its code_version, {record.get('code_version')}"
+            f"{record['run_id']} has the parameters {', '.join(unknown)}, which this "
+            "version does not know: repeat it with the version of its code_version, "
+            f"{record.get('code_version')}"
         )
-    # another source of the adapter is no reason to stop: it is told beside what differs
+    # another source is told beside what differs
     kept = {k: v for k, v in as_it_was(config).items() if k not in (*PLACES, "adapter_source")}
-    # its search is over, its places are its own, and what is repeated is not published
-    return kept | ({"adapter_module": adapter_module} if adapter_module else {}) | dict(
-        n_trials=0, search={}, tracker="off", wandb_entity="", wandb_project="",
-        results_dir=str(results_dir), cache_dir=str(cache_dir),
-        run_id=f"again-{record['run_id']}",
+    return (
+        kept
+        | ({"adapter_module": adapter_module} if adapter_module else {})
+        | dict(
+            n_trials=0,
+            search={},
+            tracker="off",
+            wandb_entity="",
+            wandb_project="",
+            results_dir=str(results_dir),
+            cache_dir=str(cache_dir),
+            run_id=f"again-{record['run_id']}",
+        )
     )
 
 # %% ../../nbs/jobs/05_again.ipynb #14435df6
@@ -133,8 +145,9 @@ def changed_parameters(
         {k: v for k, v in told_parameters(as_it_was(r["config"])).items() if k not in left_out}
         for r in (record, again)
     )
-    return [f"{k}: {old[k]!r} in the record, {new.get(k)!r} now"
-            for k in old if old[k] != new.get(k)]
+    return [
+        f"{k}: {old[k]!r} in the record, {new.get(k)!r} now" for k in old if old[k] != new.get(k)
+    ]
 
 # %% ../../nbs/jobs/05_again.ipynb #2b19fe9d
 TIMES = (

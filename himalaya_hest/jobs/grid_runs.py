@@ -76,13 +76,12 @@ def combinations(
         axes = dict(axes)
         repeated = axes.pop("pairs", grid.get("pairs"))
         for values in itertools.product(*axes.values()):
-            # a copy, since nested parameters are set inside of it
             run = json.loads(json.dumps(grid.get("base", {})))
             for name, value in zip(axes, values):
-                outer, dot, inner = name.partition(".")
-                if dot: run.setdefault(outer, {})[inner] = value
-                else: run[name] = value
-            # a pair is both seeds at once; a run with seeds of its own counts by these
+                *outer, inner = name.split(".")
+                within = run
+                for key in outer: within = within.setdefault(key, {})
+                within[inner] = value
             for i in range(repeated or 1):
                 if pairs is None or max(i, run.get("seed", 0)) < pairs:
                     runs.append((i, run | (dict(seed=i, order_seed=i) if repeated else {})))

@@ -431,17 +431,14 @@ LOOK_S = .5 # between two looks at the trials of others
 # %% ../../nbs/jobs/01_search.ipynb #8cee6fad
 def _run_trial(study, trial, setting, config, run, place, quiet):
     import optuna
-    # after each task the pruner is told the area so far, which at the end is the score
     curve, start = [], time.monotonic()
     def on_task(n, retained):
         curve.append(retained)
         trial.set_user_attr("curve", curve)
         trial.report(sum(curve) / len(curve), n)
         if trial.should_prune(): raise GivenUp(f"behind after {n} tasks")
-    # a setting that was taken over goes on in the folder where it began
     first = trial.user_attrs.get("goes_on", trial.number)
     parameters = _of_trial(config, setting, results_dir=str(place), run_id=f"trial-{first}")
-    # falling behind and diverging are results of a trial, every other error is one of the run
     state, value = optuna.trial.TrialState.COMPLETE, None
     try:
         record = run(parameters, on_task)
@@ -450,7 +447,6 @@ def _run_trial(study, trial, setting, config, run, place, quiet):
         trial.set_user_attr("world", record["world"]["digest"])
     except GivenUp: state = optuna.trial.TrialState.PRUNED
     except FloatingPointError as e: value = 0.; trial.set_user_attr("why", str(e))
-    # told to the journal first: what is printed may be lost
     trial.set_user_attr("wall_s", round(time.monotonic() - start, 1))
     study.tell(trial, value, state=state)
     told = "given up" if value is None else f"{value:.3f}"
@@ -467,7 +463,9 @@ OVERSPENT = 1.05 # times the budget
 
 def _judged(record, parameters):
     "A trial's score, and why it is 0 where a budget was not kept."
-    share, budget = record["summary"].get("scope_energy_share"), parameters["e_max"]
+    share, budget = record["summary"].get("scope_energy_share"), parameters["adapter_config"].get(
+        "e_max"
+    )
     if share is not None and budget and share > OVERSPENT * budget:
         return 0., f"a mean scope share of {share:.3f} was spent of a budget of {budget:.3f}"
     return record["summary"]["retained_accuracy_auc"], ""

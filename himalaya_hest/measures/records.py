@@ -659,24 +659,25 @@ def summary_table(
     records: list[dict] | dict, # records of one world
 ) -> Table: # one row a run
     "The summaries of runs, one a row. Raises ValueError if their worlds differ."
-    # what a run was told, and what came of it; numbers that no run has get no column
     records = same_world([records] if isinstance(records, dict) else list(records))
     about = ["adapter", "preset", "stream", "scale", "mode", "protocol", "seed", "order_seed"]
     if any(r.get("energy") for r in records): about.append("e_max")
     known = ENERGY_COLUMNS if any(r.get("energy") for r in records) else SUMMARY_COLUMNS
     names = [k for k in known if any(told_summary(r).get(k) is not None for r in records)]
-    # seeds are text here: they are names, and no decimals or separators belong to them
+    def said(r, k):
+        return ((r["config"].get("adapter_config") or {}) if k == "e_max" else r["config"]).get(k)
     rows = [
-        [r["run_id"], run_role(r)] + [
-            "–" if (v := r["config"].get(k)) is None
-            else str(round(v, 4) if isinstance(v, float) else v)
+        [r["run_id"], run_role(r)]
+        + [
+            "–" if (v := said(r, k)) is None else str(round(v, 4) if isinstance(v, float) else v)
             for k in about
-        ] + [told_summary(r).get(k) for k in names]
+        ]
+        + [told_summary(r).get(k) for k in names]
         for r in records
     ]
-    # the run and its adapter are always shown, and so is all that was measured
     varied = [
-        k for k in range(len(rows[0]))
+        k
+        for k in range(len(rows[0]))
         if k in (0, 2) or k >= 2 + len(about) or len({row[k] for row in rows}) > 1
     ]
     columns = ["run", "role"] + about + [known[k] for k in names]
@@ -685,7 +686,8 @@ def summary_table(
     )
     return Table(
         f"{len(rows)} run{'s' * (len(rows) > 1)} ({fixed})"
-        + _chance_said(records) + _points(records[0]),
+        + _chance_said(records)
+        + _points(records[0]),
         [columns[k] for k in varied],
         [[row[k] for k in varied] for row in rows],
     )
@@ -694,9 +696,8 @@ def summary_table(
 def _points(record):
     """After which tasks all seen were evaluated, where that was not after each; records of one
     world share it."""
-    if (
-        not is_complete(record)
-        or len(after := evaluated_rows(score_array(record)) + 1) == len(record["tasks"])
+    if not is_complete(record) or len(after := evaluated_rows(score_array(record)) + 1) == len(
+        record["tasks"]
     ):
         return ""
     return f"; AUC: mean after tasks {', '.join(map(str, after))}"
@@ -707,6 +708,22 @@ def _chance_said(records):
     their tasks' chance, not always their tasks."""
     known = {f"{np.mean(c[-1]):.3f}" for r in records if (c := chance_matrix(r))}
     return f"; final of the best constant answers: {', '.join(sorted(known))}" * bool(known)
+
+def byte_table(
+    record: dict, # a run's record, with bytes
+) -> Table: # one row a part, and the total
+    "What the adapter stores, in bytes; MB are 10^6 bytes."
+    parts = record.get("bytes") or {}
+    total = sum(parts.values())
+    rows = [
+        [name, int(n), n / 1e6, n / total if total else None]
+        for name, n in sorted(parts.items(), key=lambda p: -p[1])
+    ]
+    return Table(
+        f"{record['run_id']}: stored state",
+        ["part", "bytes", "MB", "share"],
+        rows + [["total", int(total), total / 1e6, 1.0 if total else None]],
+    )
 
 # %% ../../nbs/measures/06_records.ipynb #c1c5fa6c
 def byte_table(

@@ -38,7 +38,10 @@ class PromptMeans(nn.Module):
         self.register_buffer("embedding", embedding.detach())
         self.register_buffer("weight", weight.detach())
     def forward(self, input_ids, attention_mask, instruction_mask):
-        x, prompt = nn.functional.embedding(input_ids, self.embedding).float(), attention_mask.float()
+        x, prompt = (
+            nn.functional.embedding(input_ids, self.embedding).float(),
+            attention_mask.float(),
+        )
         given = instruction_mask.float() * prompt
         span = torch.where(given.sum(1, keepdim=True) > 0, given, prompt) * self.weight[input_ids]
         w = torch.stack([prompt, span], 1) # one pass over the embeddings for both means
@@ -51,28 +54,42 @@ class SlotRouter(nn.Module):
     def __init__(self, core, means: PromptMeans, norms: list[Tensor]):
         super().__init__()
         used, r = (core.owner >= 0).nonzero().squeeze(1), core.router
-        self.means, self.router, self.limit, self.tabled = means, r, min(core.slots_per_sequence, len(used)), isinstance(r, Router) and bool((r.prototype_scale > 0).any())
+        self.means, self.router, self.limit, self.tabled = (
+            means,
+            r,
+            min(core.slots_per_sequence, len(used)),
+            isinstance(r, Router) and bool((r.prototype_scale > 0).any()),
+        )
         budget = core.parts.gates == "budget"
-        self.threshold, self.gamma = core.logit_threshold if budget else -torch.inf, core.dictionary.gamma
+        self.threshold, self.gamma = (
+            core.logit_threshold if budget else -torch.inf
+        ), core.dictionary.gamma
         self.register_buffer("owner", core.owner[used].long() if budget else torch.zeros_like(used))
-        for i, name in enumerate(("w_logit", "w_coefficient")): self.register_buffer(name, _half(r.w2.detach()[:, i * r.n_slots + used]))
+        for i, name in enumerate(("w_logit", "w_coefficient")):
+            self.register_buffer(name, _half(r.w2.detach()[:, i * r.n_slots + used]))
         if self.tabled:
             at = r.prototype_scale > 0
             points = r.prototypes[at].float() * r.prototype_scale[at][:, None]
             self.register_buffer("points", points)
             self.register_buffer("signs", r.w1.sign().to(torch.int8))
-            self.register_buffer("opens", open_units(r.prototypes[at].float(), r.wt, r.n_open).to(torch.uint8))
+            self.register_buffer(
+                "opens", open_units(r.prototypes[at].float(), r.wt, r.n_open).to(torch.uint8)
+            )
         self.fold(core.dictionary, used, norms)
     def fold(self, book, used, norms):
         "Gains, norms, and the inner products of the slots in use."
         pairs = list(book.groups)
-        grams = [unit(book.read[r].detach()[used]) for r, _ in pairs], [unit(book.write[w].detach()[used]) for _, w in pairs]
+        grams = [unit(book.read[r].detach()[used]) for r, _ in pairs], [
+            unit(book.write[w].detach()[used]) for _, w in pairs
+        ]
         self.norm_rescaling = book.norm_rescaling
         self.register_buffer("gain", book.gain.detach()[:, used]) # (sites, used)
         self.register_buffer("scale", torch.stack(norms)) # (sites, used)
-        self.register_buffer("gram", torch.stack([(r @ r.T) * (w @ w.T) for r, w in zip(*grams)])) # (pairs of spaces, used, used)
+        # (pairs of spaces, used, used)
+        self.register_buffer("gram", torch.stack([(r @ r.T) * (w @ w.T) for r, w in zip(*grams)]))
         self.register_buffer("pair", torch.tensor([pairs.index(p) for p in book.spaces])) # (sites,)
-    def forward(self, input_ids, attention_mask, instruction_mask): return slots_of(self, *self.means(input_ids, attention_mask, instruction_mask))
+    def forward(self, input_ids, attention_mask, instruction_mask):
+        return slots_of(self, *self.means(input_ids, attention_mask, instruction_mask))
 
 def _half(x): # float16 where that loses nothing, as for snapped columns
     return x.half() if torch.equal(x.half().float(), x) else x
@@ -87,19 +104,26 @@ def slots_of(
     if at.tabled:
         t = (tau - at.router.t_mean) / at.router.t_scale
         near = (t[:, None] - at.points).square().sum(-1).argmin(1)
-        phi = masked_features(at.router, e, at.opens[near].float(), at.signs.float() / at.signs.shape[1]**.5)
+        phi = masked_features(
+            at.router, e, at.opens[near].float(), at.signs.float() / at.signs.shape[1] ** 0.5
+        )
     else: phi = at.router.features(e, tau)
     slots, opened = first_slots(phi @ at.w_logit.float(), at.owner, -1, at.threshold, at.limit)
     acts = torch.zeros_like(phi[:, :1]).expand(-1, len(at.owner)).scatter(1, slots, opened.float())
     v = (acts * (phi @ at.w_coefficient.float()))[:, None] * at.gain # (b, sites, used)
-    if at.norm_rescaling: v = v * torch.rsqrt(1 + ((v[:, :, None] @ at.gram[at.pair]).squeeze(2) * v).sum(-1, keepdim=True).clamp_min(0))
+    if at.norm_rescaling:
+        v = v * torch.rsqrt(
+            1
+            + ((v[:, :, None] @ at.gram[at.pair]).squeeze(2) * v).sum(-1, keepdim=True).clamp_min(0)
+        )
     slots = torch.where(opened, slots, 0)
     out = (at.gamma * v * at.scale).gather(2, slots[:, None].expand(-1, len(at.pair), -1))
     return slots, torch.where(opened[:, None], out, 0.)
 
 # %% ../../nbs/onnx/03_pieces.ipynb #4f1d1a8d
 class Sites(nn.Module):
-    "What an adapter does at its sites. `begin` takes the router's outputs, `act` is called at each site."
+    """What an adapter does at its sites. `begin` takes the router's outputs, `act` is called at
+    each site."""
     inputs = () # names of what `begin` takes
     prompt_inputs = () # those that go with the tokens of the prompt
     modules_at: list # modules of the backbone, by site
@@ -109,29 +133,54 @@ class Sites(nn.Module):
         self.register_buffer(f"{name}_values", rows.values)
         if rows.scales is not None: self.register_buffer(f"{name}_scales", rows.scales)
         self.layout = getattr(self, "layout", {}) | {name: (rows.width, rows.group)}
-    def rows(self, name): return Rows(getattr(self, f"{name}_values"), getattr(self, f"{name}_scales", None), *self.layout[name])
+    def rows(self, name):
+        return Rows(
+            getattr(self, f"{name}_values"),
+            getattr(self, f"{name}_scales", None),
+            *self.layout[name],
+        )
 
+# %% ../../nbs/onnx/03_pieces.ipynb #93034806
 class SlotSites(Sites):
     "HIMALAYA's sites over the slots in use."
     inputs = SlotRouter.outputs
     def __init__(self, core, packed: bool):
         super().__init__()
         book, used = core.dictionary, (core.owner >= 0).nonzero().squeeze(1)
-        tables = {f"{side}_{key}": p.detach()[used].contiguous() for side, rows in dict(read=book.read, write=book.write).items() for key, p in rows.items()}
+        tables = {
+            f"{side}_{key}": p.detach()[used].contiguous()
+            for side, rows in dict(read=book.read, write=book.write).items()
+            for key, p in rows.items()
+        }
         self.spaces, self.n = [(f"read_{r}", f"write_{w}") for r, w in book.spaces], len(used)
-        self.norms = {n: 1 / x.norm(dim=1).clamp_min(1e-12) if book.norm_rescaling else torch.ones(len(used)) for n, x in tables.items()}
-        self.widths = {w: [n for n, x in tables.items() if x.shape[1] == w] for w in sorted({x.shape[1] for x in tables.values()})}
+        self.norms = {
+            n: 1 / x.norm(dim=1).clamp_min(1e-12) if book.norm_rescaling else torch.ones(len(used))
+            for n, x in tables.items()
+        }
+        self.widths = {
+            w: [n for n, x in tables.items() if x.shape[1] == w]
+            for w in sorted({x.shape[1] for x in tables.values()})
+        }
         for w, names in self.widths.items():
             x = torch.cat([tables[n] for n in names])
-            rows = pack_rows(*quantise_groups(x, core.parts.atom_bits), w) if packed else Rows(x)
-            if not torch.equal(take_rows(rows, torch.arange(len(x))[None])[0], x): raise ValueError(f"cannot be exported to ONNX: vectors of width {w} are not on their {core.parts.atom_bits}-bit grid, so packing would change the answers; export with packed=False")
+            rows = pack_rows(*quantise_groups(x, core.atom_bits), w) if packed else Rows(x)
+            if not torch.equal(take_rows(rows, torch.arange(len(x))[None])[0], x):
+                raise ValueError(
+                    f"cannot be exported to ONNX: vectors of width {w} are not on their "
+                    f"{core.atom_bits}-bit grid, so packing would change the answers; "
+                    "export with packed=False"
+                )
             self.keep(f"width_{w}", rows)
     def begin(self, slots, coefficients):
         self.now, self.v = {}, coefficients
         for w, names in self.widths.items():
-            at = (slots[:, None] + self.n * torch.arange(len(names))[:, None]).flatten(1) # (b, spaces · S)
-            self.now |= dict(zip(names, take_rows(self.rows(f"width_{w}"), at).split(slots.shape[1], 1)))
-    def act(self, i, x, y): return residual(x, y, self.v[:, i:i + 1], *(self.now[name] for name in self.spaces[i]))
+            # (b, spaces · S)
+            at = (slots[:, None] + self.n * torch.arange(len(names))[:, None]).flatten(1)
+            self.now |= dict(
+                zip(names, take_rows(self.rows(f"width_{w}"), at).split(slots.shape[1], 1))
+            )
+    def act(self, i, x, y):
+        return residual(x, y, self.v[:, i:i + 1], *(self.now[name] for name in self.spaces[i]))
 
 # %% ../../nbs/onnx/03_pieces.ipynb #44d7d6e3
 class BankRouter(nn.Module):
@@ -141,30 +190,54 @@ class BankRouter(nn.Module):
         super().__init__()
         keys, n = core.router, int(core.used)
         self.means, self.keys, self.r = means, keys, core.dictionary.r
-        for name in "et": self.register_buffer(f"{name}_points", getattr(keys, f"{name}_key")[:n].float() * getattr(keys, f"{name}_key_scale")[:n, None])
-        self.register_buffer("same", (keys.t_key[:n, None] == keys.t_key[None, :n]).all(2)) # tasks with one instruction
+        for name in "et":
+            self.register_buffer(
+                f"{name}_points",
+                getattr(keys, f"{name}_key")[:n].float()
+                * getattr(keys, f"{name}_key_scale")[:n, None],
+            )
+        # tasks with one instruction
+        self.register_buffer("same", (keys.t_key[:n, None] == keys.t_key[None, :n]).all(2))
     def forward(self, input_ids, attention_mask, instruction_mask):
         def distance(name, x):
             z = (x - getattr(self.keys, f"{name}_mean")) / getattr(self.keys, f"{name}_scale")
             return (z[:, None] - getattr(self, f"{name}_points")).square().sum(-1)
         e, tau = self.means(input_ids, attention_mask, instruction_mask)
-        task = distance("e", e).masked_fill(~self.same[distance("t", tau).argmin(1)], torch.inf).argmin(1)
+        task = (
+            distance("e", e)
+            .masked_fill(~self.same[distance("t", tau).argmin(1)], torch.inf)
+            .argmin(1)
+        )
         return task[:, None] * self.r + torch.arange(self.r)
 
+# %% ../../nbs/onnx/03_pieces.ipynb #0f772340
 class BankSites(Sites):
     "The bank's sites over its finished tasks."
     inputs = BankRouter.outputs
     def __init__(self, core, packed: bool):
         super().__init__()
         bank, tasks = core.dictionary, torch.arange(int(core.used))
-        for side, shelf, places in (("a", bank.shelf_a, bank.places[0]), ("b", bank.shelf_b, bank.places[1])):
+        for side, shelf, places in (
+            ("a", bank.shelf_a, bank.places[0]),
+            ("b", bank.shelf_b, bank.places[1]),
+        ):
             for i, (w, first) in enumerate(places):
                 if packed and bank.bits < 16:
-                    planes, scale = (getattr(shelf[w], n)[tasks, first:first + bank.r].flatten(0, 1) for n in ("planes", "scale"))
+                    planes, scale = (
+                        getattr(shelf[w], n)[tasks, first : first + bank.r].flatten(0, 1)
+                        for n in ("planes", "scale")
+                    )
                     self.keep(f"{side}_{i}", pack_rows(planes, scale[:, None], int(w)))
-                else: self.keep(f"{side}_{i}", Rows(shelf[w].take(tasks)[:, first:first + bank.r].flatten(0, 1)))
+                else:
+                    self.keep(
+                        f"{side}_{i}",
+                        Rows(shelf[w].take(tasks)[:, first : first + bank.r].flatten(0, 1)),
+                    )
     def begin(self, slots): self.slots = slots
-    def act(self, i, x, y): return y + (x @ take_rows(self.rows(f"a_{i}"), self.slots).mT) @ take_rows(self.rows(f"b_{i}"), self.slots)
+    def act(self, i, x, y):
+        return y + (x @ take_rows(self.rows(f"a_{i}"), self.slots).mT) @ take_rows(
+            self.rows(f"b_{i}"), self.slots
+        )
 
 # %% ../../nbs/onnx/03_pieces.ipynb #87903ab6
 class EditRouter(nn.Module):
@@ -173,8 +246,10 @@ class EditRouter(nn.Module):
     def __init__(self, core):
         super().__init__()
         self.first, self.last = core.first, core.last
-    def forward(self, attention_mask): return positions(attention_mask > 0, self.first, self.last).float()
+    def forward(self, attention_mask):
+        return positions(attention_mask > 0, self.first, self.last).float()
 
+# %% ../../nbs/onnx/03_pieces.ipynb #2f10babf
 class EditSites(Sites):
     "LoReFT after each of its layers."
     inputs = prompt_inputs = EditRouter.outputs
@@ -182,10 +257,17 @@ class EditSites(Sites):
         super().__init__()
         for i in range(len(core.sites)):
             R = orthonormal(core.M[i].detach())
-            for name, t in dict(R=R, change=(core.W[i].detach() - R).T.contiguous(), b=core.b[i].detach()).items(): self.register_buffer(f"{name}_{i}", t)
+            for name, t in dict(
+                R=R, change=(core.W[i].detach() - R).T.contiguous(), b=core.b[i].detach()
+            ).items():
+                self.register_buffer(f"{name}_{i}", t)
     def begin(self, edited): self.edited = edited[..., None]
-    def act(self, i, x, y): return y + ((y @ getattr(self, f"change_{i}") + getattr(self, f"b_{i}")) * self.edited) @ getattr(self, f"R_{i}")
+    def act(self, i, x, y):
+        return y + (
+            (y @ getattr(self, f"change_{i}") + getattr(self, f"b_{i}")) * self.edited
+        ) @ getattr(self, f"R_{i}")
 
+# %% ../../nbs/onnx/03_pieces.ipynb #e2686569
 class PairSites(Sites):
     "y + B A x with constants."
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]): # A (r, d_in), B (d_out, r) of each site
@@ -201,32 +283,77 @@ def refusal(
 ) -> str | None: # why a model cannot be exported; None where it can
     "The reason, with the way out."
     tuner = getattr(model, "base_model", None)
-    kind = "backbone" if not isinstance(model, PeftModel) else model.active_peft_config.peft_type.value.lower().replace("_", "-")
-    if any("4bit" in type(m).__name__ or "8bit" in type(m).__name__ for m in model.modules()): return "the backbone is quantised by bitsandbytes, whose weights have no ONNX form: load it in float32 (int8=True quantises the export)"
-    if any(p.dtype != torch.float32 for p in model.parameters()): return "the model is not in float32: call model.float() first"
-    if any(p.device.type != "cpu" for p in model.parameters()): return "the model is not on the CPU: call model.cpu() first"
+    kind = (
+        "backbone"
+        if not isinstance(model, PeftModel)
+        else model.active_peft_config.peft_type.value.lower().replace("_", "-")
+    )
+    if any("4bit" in type(m).__name__ or "8bit" in type(m).__name__ for m in model.modules()):
+        return (
+            "the backbone is quantised by bitsandbytes, whose weights have no ONNX form: "
+            "load it in float32 (int8=True quantises the export)"
+        )
+    if any(p.dtype != torch.float32 for p in model.parameters()):
+        return "the model is not in float32: call model.float() first"
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        return "the model is not on the CPU: call model.cpu() first"
     if not isinstance(model, PeftModel): return None
     if isinstance(tuner, GatedModel):
-        return (f"{kind} decides for each token which blocks run, while it runs; an ONNX graph computes every block for every token, so the export would save nothing: run it in PyTorch")
-    if len(model.active_adapters) > 1: return f"the adapters {model.active_adapters} are active at once: export one, after set_adapter"
-    if any(isinstance(m, ModulesToSaveWrapper) for m in model.modules()): return "the adapter trained whole modules of the backbone (modules_to_save), which the step at its sites does not hold"
+        return (
+            f"{kind} decides for each token which blocks run, while it runs; an ONNX graph "
+            "computes every block for every token, so the export would save nothing: run "
+            "it in PyTorch"
+        )
+    if len(model.active_adapters) > 1:
+        return (
+            f"the adapters {model.active_adapters} are active at once: export one, after "
+            "set_adapter"
+        )
+    if any(isinstance(m, ModulesToSaveWrapper) for m in model.modules()):
+        return (
+            "the adapter trained whole modules of the backbone (modules_to_save), which "
+            "the step at its sites does not hold"
+        )
     if isinstance(tuner, (HimalayaModel, LoraBankModel)): return slot_refusal(tuner)
-    if isinstance(tuner, ReftModel) or isinstance(getattr(tuner, "cores", None), nn.ModuleDict) and isinstance(tuner.core(), PairCore): return None
+    if (
+        isinstance(tuner, ReftModel)
+        or isinstance(getattr(tuner, "cores", None), nn.ModuleDict)
+        and isinstance(tuner.core(), PairCore)
+    ):
+        return None
     if type(tuner) is LoraModel: return lora_refusal(tuner)
-    return f"{kind} has no export of its own: where its update does not read the prompt, merge_and_unload() gives a backbone that does"
+    return (
+        f"{kind} has no export of its own: where its update does not read the prompt, "
+        "merge_and_unload() gives a backbone that does"
+    )
 
+# %% ../../nbs/onnx/03_pieces.ipynb #e1ce14b7
 def slot_refusal(tuner):
     core = tuner.core()
-    if not isinstance(tuner, LoraBankModel) and (faults := fixed_faults(core)): return f"these parts of the method have no form in fixed shapes: {', '.join(faults)}"
-    if getattr(tuner, "_instruction", None) is not None: return "set_instruction is in force, which a graph cannot see: call set_instruction(None), and give the session an instruction_mask"
+    if not isinstance(tuner, LoraBankModel) and (faults := fixed_faults(core)):
+        return f"these parts of the method have no form in fixed shapes: {', '.join(faults)}"
+    if getattr(tuner, "_instruction", None) is not None:
+        return (
+            "set_instruction is in force, which a graph cannot see: call "
+            "set_instruction(None), and give the session an instruction_mask"
+        )
     n = int(core.used) if isinstance(tuner, LoraBankModel) else int((core.owner >= 0).sum())
-    if not n: return "the adapter has learned no task yet: it has nothing to export but the backbone"
-    if int(core.current) >= 0: return "the adapter is in the middle of a task: export it after on_task_end"
+    if not n:
+        return "the adapter has learned no task yet: it has nothing to export but the backbone"
+    if int(core.current) >= 0:
+        return "the adapter is in the middle of a task: export it after on_task_end"
 
+# %% ../../nbs/onnx/03_pieces.ipynb #7815318a
 def lora_refusal(tuner):
     name = tuner.active_adapters[0]
     for m in tuner.modules():
-        if isinstance(m, LoraLayer) and (m.lora_variant.get(name) or m.lora_bias.get(name) or name not in m.lora_A): return "this LoRA is more than y + BAx (DoRA, a bias, an embedding): merge_and_unload() gives a backbone that can be exported"
+        if isinstance(m, LoraLayer) and (
+            m.lora_variant.get(name) or m.lora_bias.get(name) or name not in m.lora_A
+        ):
+            return (
+                "this LoRA is more than y + BAx (DoRA, a bias, an embedding): "
+                "merge_and_unload() gives a backbone that can be exported"
+            )
 
 # %% ../../nbs/onnx/03_pieces.ipynb #6e130de4
 def take_apart(
@@ -240,9 +367,15 @@ def take_apart(
     core = tuner.core() if hasattr(tuner, "core") else None
     if isinstance(tuner, LoraModel):
         layers = [m for m in tuner.modules() if isinstance(m, LoraLayer)]
-        sites, router = PairSites([(m.lora_A[name].weight, m.lora_B[name].weight * m.scaling[name]) for m in layers]), None
+        sites, router = (
+            PairSites(
+                [(m.lora_A[name].weight, m.lora_B[name].weight * m.scaling[name]) for m in layers]
+            ),
+            None,
+        )
     elif isinstance(tuner, ReftModel): sites, router = EditSites(core), EditRouter(core)
-    elif isinstance(tuner, (HimalayaModel, LoraBankModel)): sites, router = routed_pieces(tuner, core, packed)
+    elif isinstance(tuner, (HimalayaModel, LoraBankModel)):
+        sites, router = routed_pieces(tuner, core, packed)
     else: sites, router = PairSites([core.pair(i) for i in range(len(core.sites))]), None
     if not isinstance(tuner, LoraModel):
         places = core.sites
@@ -250,12 +383,15 @@ def take_apart(
     sites.modules_at = layers
     return tuner.model, sites.eval(), None if router is None else router.eval()
 
+# %% ../../nbs/onnx/03_pieces.ipynb #6a329219
 def routed_pieces(tuner, core, packed):
     embedding = tuner.model.get_input_embeddings().weight
     means = PromptMeans(embedding, rarity(core.router, len(embedding)))
     if isinstance(tuner, LoraBankModel): return BankSites(core, packed), BankRouter(core, means)
-    sites = SlotSites(core, packed and core.parts.atom_bits < 32)
-    return sites, SlotRouter(core, means, [sites.norms[r] * sites.norms[w] for r, w in sites.spaces])
+    sites = SlotSites(core, packed and core.atom_bits < 32)
+    return sites, SlotRouter(
+        core, means, [sites.norms[r] * sites.norms[w] for r, w in sites.spaces]
+    )
 
 # %% ../../nbs/onnx/03_pieces.ipynb #546a3416
 @contextlib.contextmanager
@@ -269,7 +405,11 @@ def acting(
     def hook(i): return lambda module, args, output: sites.act(i, args[0], output)
     with model.disable_adapter() if isinstance(model, PeftModel) else contextlib.nullcontext():
         backbone._forward_pre_hooks, backbone._forward_hooks = type(kept[0])(), type(kept[1])()
-        handles = [m.register_forward_hook(hook(i)) for i, m in enumerate(sites.modules_at)] if sites is not None else []
+        handles = (
+            [m.register_forward_hook(hook(i)) for i, m in enumerate(sites.modules_at)]
+            if sites is not None
+            else []
+        )
         try: yield
         finally:
             for h in handles: h.remove()

@@ -24,9 +24,12 @@ from pathlib import Path
 from ..measures.programs import check_platform
 from ..hest.tuner import PRESETS, tabs_e_max
 from ..measures.energy import METERS
-from ..himalaya.presets import PARTS, parts_of
-from ..adapters.registry import EWC_DEFAULTS, import_adapter_module, is_from_outside, parse_adapter, resolve_adapter_config, searched_defaults, training_defaults
-from ..himalaya.published.streaming import STREAMING
+from ..himalaya.config import flat, flat_of, in_parts, numbers_of
+from himalaya_hest.adapters.registry import (
+    EWC_DEFAULTS, import_adapter_module, is_from_outside, parse_adapter, resolve_adapter_config,
+    searched_defaults, training_defaults,
+)
+from ..himalaya.published.triggers import Segments
 from ..ground.table import Table
 from ..streams.tasks import nearest
 
@@ -39,40 +42,130 @@ CHOICES = {
     "mode": ("full", "trial"),
     "source": ("mini", "local", "hub"),
     "protocol": ("sequential", "single", "zero_shot", "joint", "replay"),
-    "instructions": ("own", "unmarked", "paraphrased", "paraphrased_hard", "shuffled", "shared", "absent"),
+    "instructions": (
+        "own",
+        "unmarked",
+        "paraphrased",
+        "paraphrased_hard",
+        "shuffled",
+        "shared",
+        "absent",
+    ),
     "tracker": ("off", "offline", "online"),
     "role": ("proposed", "baseline", "ablation"),
     "study": ("continual25", "cnndm", "lra"),
 }
 SCALES = {  # what a scale gives to parameters that were left open
-    "mini": dict(model="mini", stream="mini25", dtype="auto", quantisation="none", search=dict(stream="mini25_dev"),
-        training=dict(max_train_rows=400, bf16=False, gradient_checkpointing=False), evaluation=dict(max_eval_rows=50, final_eval_rows=None, per_device_eval_batch_size=128)),
-    "medium": dict(model="Qwen/Qwen2.5-0.5B", stream="continual25_medium", dtype="bfloat16", quantisation="none", search=dict(stream="continual25_dev"),
-        training=dict(max_train_rows=2000, bf16=True, gradient_checkpointing=False), evaluation=dict(max_eval_rows=200, final_eval_rows=None, per_device_eval_batch_size=32)),
-    "full": dict(model="NousResearch/Llama-2-7b-hf", stream="continual25", dtype="bfloat16", quantisation="nf4", search=dict(stream="continual25_dev"),
-        training=dict(max_train_rows=50_000, bf16=True, gradient_checkpointing=True), evaluation=dict(max_eval_rows=200, final_eval_rows=1000, per_device_eval_batch_size=8)),
+    "mini": dict(
+        model="mini",
+        stream="mini25",
+        dtype="auto",
+        quantisation="none",
+        search=dict(stream="mini25_dev"),
+        training=dict(max_train_rows=400, bf16=False, gradient_checkpointing=False),
+        evaluation=dict(max_eval_rows=50, final_eval_rows=None, per_device_eval_batch_size=128),
+    ),
+    "medium": dict(
+        model="Qwen/Qwen2.5-0.5B",
+        stream="continual25_medium",
+        dtype="bfloat16",
+        quantisation="none",
+        search=dict(stream="continual25_dev"),
+        training=dict(max_train_rows=2000, bf16=True, gradient_checkpointing=False),
+        evaluation=dict(max_eval_rows=200, final_eval_rows=None, per_device_eval_batch_size=32),
+    ),
+    "full": dict(
+        model="NousResearch/Llama-2-7b-hf",
+        stream="continual25",
+        dtype="bfloat16",
+        quantisation="nf4",
+        search=dict(stream="continual25_dev"),
+        training=dict(max_train_rows=50_000, bf16=True, gradient_checkpointing=True),
+        evaluation=dict(max_eval_rows=200, final_eval_rows=1000, per_device_eval_batch_size=8),
+    ),
 }
 
 # %% ../../nbs/running/01_config.ipynb #82e43548
-_MINI_ENERGY = dict(training=dict(num_train_epochs=3, max_train_rows=350), evaluation=dict(per_device_eval_batch_size=50), energy=dict(latency_samples=100))
-_CHAT_ENERGY = dict(training=dict(max_length=4096, lr_scheduler_type="cosine", per_device_train_batch_size=4, gradient_accumulation_steps=8), energy=dict(latency_samples=1000, latency_new_tokens=128, latency_batch_sizes=[1, 8, 16]))
+_MINI_ENERGY = dict(
+    training=dict(num_train_epochs=3, max_train_rows=350),
+    evaluation=dict(per_device_eval_batch_size=50),
+    energy=dict(latency_samples=100),
+)
+_CHAT_ENERGY = dict(
+    training=dict(
+        max_length=4096,
+        lr_scheduler_type="cosine",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=8,
+    ),
+    energy=dict(latency_samples=1000, latency_new_tokens=128, latency_batch_sizes=[1, 8, 16]),
+)
 STUDIES = {  # what a study gives beyond its scale, to parameters that were left open
     "continual25": {s: {} for s in SCALES},
     "cnndm": {
         "mini": _MINI_ENERGY | dict(stream="mini_cnndm", search=dict(stream="mini_cnndm_dev")),
-        "medium": dict(model="Qwen/Qwen2.5-0.5B-Instruct", chat_template=True, stream="cnndm", search=dict(stream="cnndm_dev"), training=_CHAT_ENERGY["training"] | dict(max_train_rows=10_000, gradient_checkpointing=True),
-                       evaluation=dict(per_device_eval_batch_size=8), energy=dict(max_samples=200, latency_samples=200, latency_new_tokens=128, latency_batch_sizes=[1, 8])),
-        "full": dict(model="NousResearch/Llama-2-7b-chat-hf", quantisation="none", chat_template=True, stream="cnndm", search=dict(stream="cnndm_dev"),
-                     training=_CHAT_ENERGY["training"] | dict(max_train_rows=300_000, num_train_epochs=3, eval_steps=1000), evaluation=dict(max_eval_rows=1000, final_eval_rows=None, per_device_eval_batch_size=4, num_beams=4),
-                     energy=_CHAT_ENERGY["energy"] | dict(max_samples=200)),
+        "medium": dict(
+            model="Qwen/Qwen2.5-0.5B-Instruct",
+            chat_template=True,
+            stream="cnndm",
+            search=dict(stream="cnndm_dev"),
+            training=_CHAT_ENERGY["training"]
+            | dict(max_train_rows=10_000, gradient_checkpointing=True),
+            evaluation=dict(per_device_eval_batch_size=8),
+            energy=dict(
+                max_samples=200,
+                latency_samples=200,
+                latency_new_tokens=128,
+                latency_batch_sizes=[1, 8],
+            ),
+        ),
+        "full": dict(
+            model="NousResearch/Llama-2-7b-chat-hf",
+            quantisation="none",
+            chat_template=True,
+            stream="cnndm",
+            search=dict(stream="cnndm_dev"),
+            training=_CHAT_ENERGY["training"]
+            | dict(max_train_rows=300_000, num_train_epochs=3, eval_steps=1000),
+            evaluation=dict(
+                max_eval_rows=1000, final_eval_rows=None, per_device_eval_batch_size=4, num_beams=4
+            ),
+            energy=_CHAT_ENERGY["energy"] | dict(max_samples=200),
+        ),
     },
     "lra": {
         "mini": _MINI_ENERGY | dict(stream="mini_listops", search=dict(stream="mini_listops_dev")),
-        "medium": dict(model="Qwen/Qwen2.5-0.5B-Instruct", chat_template=True, stream="lra_text", search=dict(stream="lra_text_dev"), training=_CHAT_ENERGY["training"] | dict(max_train_rows=10_000, gradient_checkpointing=True),
-                       evaluation=dict(per_device_eval_batch_size=8), energy=dict(max_samples=200, latency_samples=200, latency_new_tokens=4, latency_batch_sizes=[1, 8])),
-        "full": dict(model="NousResearch/Llama-2-7b-chat-hf", quantisation="none", chat_template=True, stream="lra_text", search=dict(stream="lra_text_dev"),
-                     training=_CHAT_ENERGY["training"] | dict(max_train_rows=100_000, num_train_epochs=3, eval_steps=1000), evaluation=dict(max_eval_rows=1000, final_eval_rows=None, per_device_eval_batch_size=4),
-                     energy=dict(max_samples=200, latency_samples=1000, latency_new_tokens=4, latency_batch_sizes=[1, 4])),
+        "medium": dict(
+            model="Qwen/Qwen2.5-0.5B-Instruct",
+            chat_template=True,
+            stream="lra_text",
+            search=dict(stream="lra_text_dev"),
+            training=_CHAT_ENERGY["training"]
+            | dict(max_train_rows=10_000, gradient_checkpointing=True),
+            evaluation=dict(per_device_eval_batch_size=8),
+            energy=dict(
+                max_samples=200,
+                latency_samples=200,
+                latency_new_tokens=4,
+                latency_batch_sizes=[1, 8],
+            ),
+        ),
+        "full": dict(
+            model="NousResearch/Llama-2-7b-chat-hf",
+            quantisation="none",
+            chat_template=True,
+            stream="lra_text",
+            search=dict(stream="lra_text_dev"),
+            training=_CHAT_ENERGY["training"]
+            | dict(max_train_rows=100_000, num_train_epochs=3, eval_steps=1000),
+            evaluation=dict(max_eval_rows=1000, final_eval_rows=None, per_device_eval_batch_size=4),
+            energy=dict(
+                max_samples=200,
+                latency_samples=1000,
+                latency_new_tokens=4,
+                latency_batch_sizes=[1, 4],
+            ),
+        ),
     },
 }
 
@@ -91,7 +184,8 @@ class TrainingParameters:
     "How one task is trained; names as in `transformers.TrainingArguments`."
     learning_rate: float | None = None # None: the adapter's default
     weight_decay: float | None = None # None: the adapter's default
-    lr_scheduler_type: str = "linear" # any name that transformers.get_scheduler knows; restarts with each task
+    # any name that transformers.get_scheduler knows; restarts with each task
+    lr_scheduler_type: str = "linear"
     warmup_steps: int = 500 # upper bound of the warm-up
     warmup_ratio: float | None = None # share of a task's steps; None: the adapter's default
     adam_beta1: float | None = None # of AdamW's mean; None: the adapter's default
@@ -101,16 +195,25 @@ class TrainingParameters:
     num_train_epochs: int = 1 # times that each row is seen
     max_steps: int = -1 # optimiser steps a task; -1: as the rows give
     max_grad_norm: float = 1. # gradients are clipped to this norm
-    max_length: int | None = None # tokens of prompt and target; None: the smaller of 1024 and the model's context
+    # tokens of prompt and target; None: the smaller of 1024 and the model's context
+    max_length: int | None = None
     max_train_rows: int | None = None # None: as the scale says; a task's own cap holds as well
-    label_noise: float | None = None # share of replaced training labels, in tasks that take noise; None: as the task says
+    # share of replaced training labels, in tasks that take noise; None: as the task says
+    label_noise: float | None = None
     bf16: bool | None = None # autocast to bfloat16; None: as the scale says
-    gradient_checkpointing: bool | None = None # recompute activations in the backward pass; None: as the scale says
+    # recompute activations in the backward pass; None: as the scale says
+    gradient_checkpointing: bool | None = None
     checkpoint_interval_s: float = 20. # seconds between two checkpoints inside a task
-    dataloader_num_workers: int = 0 # processes that prepare batches; figures are the same with any number
-    num_processes: int = 1 # processes (GPUs) that share an optimiser step, each with micro-batches of its own; torchrun starts them
-    eval_steps: int = 0 # optimiser steps between two evaluations on a task's `development` rows, for early stopping; 0: none
-    early_stopping_patience: int = 3 # such evaluations in a row without a better score after which a task ends
+    # processes that prepare batches; figures are the same with any number
+    dataloader_num_workers: int = 0
+    # processes (GPUs) that share an optimiser step, each with micro-batches of its own; torchrun
+    # starts them
+    num_processes: int = 1
+    # optimiser steps between two evaluations on a task's `development` rows, for early stopping;
+    # 0: none
+    eval_steps: int = 0
+    # such evaluations in a row without a better score after which a task ends
+    early_stopping_patience: int = 3
 
 # %% ../../nbs/running/01_config.ipynb #344e60f4
 def micro_batches_of_step(
@@ -123,27 +226,41 @@ def micro_batches_of_step(
 @dataclass
 class EvaluationParameters:
     "How tasks are evaluated."
-    per_device_eval_batch_size: int | None = None # prompts generated at once, of whatever tasks; None: as the scale says
-    max_eval_rows: int | None = None # rows of a task during the stream, and of every row of the matrix; None: as the scale says
-    final_eval_rows: int | None = None # rows of a task in one more evaluation at the end of the stream; None: as the scale says
+    # prompts generated at once, of whatever tasks; None: as the scale says
+    per_device_eval_batch_size: int | None = None
+    # rows of a task during the stream, and of every row of the matrix; None: as the scale says
+    max_eval_rows: int | None = None
+    # rows of a task in one more evaluation at the end of the stream; None: as the scale says
+    final_eval_rows: int | None = None
     max_new_tokens: int | None = None # generated tokens at most, beside each task's own cap
-    latency_pairs: int = 20 # interleaved pairs of generations for the CPU latency overhead; 0: not measured
+    # interleaved pairs of generations for the CPU latency overhead; 0: not measured
+    latency_pairs: int = 20
     latency_new_tokens: int = 16 # generated tokens of each
-    after_tasks: list | None = None # numbers of tasks after which all seen are evaluated; None: see `evaluation_schedule`
-    reuse_answers: bool = True # keep answers on which nothing that acts has changed since; False: generate all each time
-    max_development_rows: int = 1000 # rows of a task by which its training is stopped early, where eval_steps says so; never reported
+    # numbers of tasks after which all seen are evaluated; None: see `evaluation_schedule`
+    after_tasks: list | None = None
+    # keep answers on which nothing that acts has changed since; False: generate all each time
+    reuse_answers: bool = True
+    # rows of a task by which its training is stopped early, where eval_steps says so; never
+    # reported
+    max_development_rows: int = 1000
     num_beams: int = 1 # of generation; 1: greedy
 
+# %% ../../nbs/running/01_config.ipynb #bb622548
 @dataclass
 class EnergyParameters:
     "What is measured of the answers, in a study of energy."
-    energy_meter: str = "auto" # nvml, rapl, none, or auto: the first that can be read; without one Joules are modelled, and say so
-    max_samples: int | None = None # rows that are generated once more and counted; None: all that are evaluated
+    # nvml, rapl, none, or auto: the first that can be read; without one Joules are modelled, and
+    # say so
+    energy_meter: str = "auto"
+    # rows that are generated once more and counted; None: all that are evaluated
+    max_samples: int | None = None
     latency_samples: int = 100 # rows that are timed, at each batch size; 0: none
     latency_new_tokens: int = 16 # of each, exactly
-    latency_batch_sizes: list[int] = field(default_factory=lambda: [1]) # rows of a request; the summary shows the first
+    # rows of a request; the summary shows the first
+    latency_batch_sizes: list[int] = field(default_factory=lambda: [1])
     min_window_s: float = 5. # shortest window of a meter
 
+# %% ../../nbs/running/01_config.ipynb #d2aa3b98
 @dataclass
 class EWCParameters:
     "EWC, where the adapter's name ends in `+ewc`."
@@ -151,16 +268,22 @@ class EWCParameters:
     decay: float = EWC_DEFAULTS["decay"] # of the Fisher information of earlier tasks
     n_examples: int = EWC_DEFAULTS["n_examples"] # rows from which it is estimated
 
+# %% ../../nbs/running/01_config.ipynb #422ebf28
 @dataclass
 class SearchParameters:
     "The search before a run, where n_trials says that there is one."
-    stream: str | None = None # whose tasks judge a setting, never those of the run; None: as the scale says
+    # whose tasks judge a setting, never those of the run; None: as the scale says
+    stream: str | None = None
     n_tasks: int = 8 # its first tasks; left open: all where there are fewer
-    space: dict | None = None # parameter → {low, high, log, start} or {choices, start}; None: the adapter's, see `search_space`
+    # parameter → {low, high, log, start} or {choices, start}; None: the adapter's, see
+    # `search_space`
+    space: dict | None = None
     seed: int = 0 # of the sampler
     prune: bool = True # give up settings that fall behind
     finalists: int = 3 # best settings that are run again with other seeds and orders
-    pairs: int = 3 # (seed, order) pairs over whose mean a finalist is judged, the search's own among them; 1: no finals
+    # (seed, order) pairs over whose mean a finalist is judged, the search's own among them; 1: no
+    # finals
+    pairs: int = 3
     timeout_s: float | None = None # no new trial after so many seconds of this process
 
 # %% ../../nbs/running/01_config.ipynb #89b1b6c5
@@ -170,10 +293,24 @@ def evaluation_schedule(
     n_tasks: int, # tasks of the run
     after_tasks: list | None = None, # points of one's own
 ) -> list[int]: # ascending, counted from 1, the last is n_tasks
-    "Numbers of tasks after which all tasks seen are evaluated; `ValueError` for a point outside the stream."
-    if after_tasks is None: after_tasks = range(1, n_tasks + 1) if n_tasks <= SHORT_STREAM else [p for p in LONG_POINTS if p <= n_tasks]
-    wrong = [p for p in after_tasks if not isinstance(p, int) or isinstance(p, bool) or not 1 <= p <= n_tasks]
-    if wrong: raise ValueError(f"parameter evaluation.after_tasks has {wrong[0]!r}, expected whole numbers from 1 to {n_tasks}, the tasks of this run; the end is always evaluated.")
+    """Numbers of tasks after which all tasks seen are evaluated; `ValueError` for a point outside
+    the stream."""
+    if after_tasks is None:
+        after_tasks = (
+            range(1, n_tasks + 1)
+            if n_tasks <= SHORT_STREAM
+            else [p for p in LONG_POINTS if p <= n_tasks]
+        )
+    wrong = [
+        p
+        for p in after_tasks
+        if not isinstance(p, int) or isinstance(p, bool) or not 1 <= p <= n_tasks
+    ]
+    if wrong:
+        raise ValueError(
+            f"parameter evaluation.after_tasks has {wrong[0]!r}, expected whole numbers "
+            f"from 1 to {n_tasks}, the tasks of this run; the end is always evaluated."
+        )
     return sorted({*after_tasks, n_tasks})
 
 # %% ../../nbs/running/01_config.ipynb #3f1f11c0
@@ -186,11 +323,18 @@ class Scaled:
     stream: str = "" # packaged stream, or path of a YAML file; empty: as the scale says
     source: str = "" # mini, local or hub; empty: as the stream says
     data_dir: str = "" # folder of <task>/{train,validation}.*, for source local
-    model: str = "" # "mini" (the shipped backbone), a folder, or a hub repository; empty: as the scale says
-    model_revision: str = "" # commit of a hub repository; empty: pinned for the backbones of the scales, else the newest
-    quantisation: str = "" # of the backbone: none, or nf4 (4 bits, double quantisation); empty: as the scale says
-    dtype: str = "" # of the backbone: float32, bfloat16, auto (its own on a GPU, float32 on a CPU); empty: as the scale says
-    chat_template: bool | None = None # send prompts through the tokenizer's chat template; None: in a study of energy where there is one, else no
+    # "mini" (the shipped backbone), a folder, or a hub repository; empty: as the scale says
+    model: str = ""
+    # commit of a hub repository; empty: pinned for the backbones of the scales, else the newest
+    model_revision: str = ""
+    # of the backbone: none, or nf4 (4 bits, double quantisation); empty: as the scale says
+    quantisation: str = ""
+    # of the backbone: float32, bfloat16, auto (its own on a GPU, float32 on a CPU); empty: as the
+    # scale says
+    dtype: str = ""
+    # send prompts through the tokenizer's chat template; None: in a study of energy where there
+    # is one, else no
+    chat_template: bool | None = None
     scale: str = "mini" # mini, medium, full: what is left open
 
 # %% ../../nbs/running/01_config.ipynb #d8707a57
@@ -198,9 +342,14 @@ class Scaled:
 class RunConfig(Scaled):
     "One run of a continual stream. Made by `resolve`, which checks everything."
     mode: str = "full" # trial: one epoch, at most 2 batches a task, a wiring check in seconds
-    protocol: str = "sequential" # single: each task alone; zero_shot: the backbone alone; joint: the rows of all tasks mixed; replay: sequential, with some rows of earlier tasks
-    instructions: str = "own" # what instructions say: own, unmarked, paraphrased, paraphrased_hard, shuffled, shared, absent; see `instructions`
-    replay_share: float = .01 # of each finished task's rows, kept for later tasks, under protocol replay
+    # single: each task alone; zero_shot: the backbone alone; joint: the rows of all tasks mixed;
+    # replay: sequential, with some rows of earlier tasks
+    protocol: str = "sequential"
+    # what instructions say: own, unmarked, paraphrased, paraphrased_hard, shuffled, shared,
+    # absent; see `instructions`
+    instructions: str = "own"
+    # of each finished task's rows, kept for later tasks, under protocol replay
+    replay_share: float = .01
     seed: int = 0 # initialisation, row order, label noise
     order_seed: int = 0 # order of the tasks; 0: as the stream lists them
     n_tasks: int = 0 # the first n tasks that the stream lists (order_seed permutes those); 0: all
@@ -210,17 +359,25 @@ class RunConfig(Scaled):
     tracker: str = "off" # off, offline, online: whether the run is mirrored to W&B
     wandb_entity: str = "" # user or team; empty: the key's own
     wandb_project: str = "" # empty: himalaya-hest, where there is a tracker
-    allow_code_execution: bool = False # score the programs of tasks with `tests` by running them; read `code_execution` first
-    e_max: float | None = None # energy budget as a scope share, for hest, bhsp and the masks; None: from tabs_record
-    tabs_record: str = "" # record.json of a TABS run: the budget is 0.6 × its mean scope share; empty: the one in the package
+    # score the programs of tasks with `tests` by running them; read `code_execution` first
+    allow_code_execution: bool = False
+    # energy budget as a scope share, for hest, bhsp and the masks; None: from tabs_record
+    e_max: float | None = None
+    # record.json of a TABS run: the budget is 0.6 × its mean scope share; empty: the one in the
+    # package
+    tabs_record: str = ""
     energy: dict = field(default_factory=dict) # see EnergyParameters
     adapter_config: dict = field(default_factory=dict) # fields of the method's config class
-    adapter_module: str = "" # of an adapter of one's own: an importable module, or the path of a .py file, that registers it with PEFT; its code is run
-    adapter_source: str = "" # SHA-256 of that module's source, which a run writes here; another one is another run
+    # of an adapter of one's own: an importable module, or the path of a .py file, that registers
+    # it with PEFT; its code is run
+    adapter_module: str = ""
+    # SHA-256 of that module's source, which a run writes here; another one is another run
+    adapter_source: str = ""
     ewc: dict = field(default_factory=dict) # see EWCParameters
     training: dict = field(default_factory=dict) # see TrainingParameters
     evaluation: dict = field(default_factory=dict) # see EvaluationParameters
-    hooks: list = field(default_factory=list) # class names of the hooks given to run_continual, which writes them here
+    # class names of the hooks given to run_continual, which writes them here
+    hooks: list = field(default_factory=list)
     results_dir: str = "runs" # a run writes {results_dir}/{run_id}/
     cache_dir: str = ".cache" # tokenised tasks
     run_id: str = "" # empty: made from the parameters
@@ -234,22 +391,38 @@ def _near(word, known):
 
 def _type_hint(value, wanted):
     "How a value is meant to be written, where YAML or the command line reads it as something else."
-    if wanted == "dict": return " Nested parameters come from a file (papermill -f run.yaml) or as YAML (papermill -y)."
-    if wanted == "str" and not isinstance(value, (dict, list)): return " Quote it in a file; on the command line use papermill -r, which takes text as it stands."
-    if wanted == "float" and isinstance(value, str): return " YAML reads 1e-3 as text: write 1.0e-3."
+    if wanted == "dict":
+        return (
+            " Nested parameters come from a file (papermill -f run.yaml) or as YAML "
+            "(papermill -y)."
+        )
+    if wanted == "str" and not isinstance(value, (dict, list)):
+        return (
+            " Quote it in a file; on the command line use papermill -r, which takes text "
+            "as it stands."
+        )
+    if wanted == "float" and isinstance(value, str):
+        return " YAML reads 1e-3 as text: write 1.0e-3."
     return ""
 
+# %% ../../nbs/running/01_config.ipynb #342eaff3
 def _typed(name, value, annotation):
-    "The value, an int widened to float where a float is asked for; `ValueError` unless its type is the annotation's."
+    """The value, an int widened to float where a float is asked for; `ValueError` unless its type
+    is the annotation's."""
     options = [t.strip() for t in str(getattr(annotation, "__name__", annotation)).split("|")]
     if value is None and "None" in options: return None
-    if "bool" in options and value in ("true", "false"): value = value == "true" # papermill -p reads only True and False as truth values
+    if "bool" in options and value in ("true", "false"):
+        # papermill -p reads only True and False as truth values
+        value = value == "true"
     if isinstance(value, bool): ok = "bool" in options
     elif isinstance(value, int): ok = "int" in options or "float" in options
     else: ok = type(value).__name__ in options
     if not ok:
         hint = _type_hint(value, options[0])
-        raise ValueError(f"parameter {name} = {value!r} has type {type(value).__name__}, expected {' or '.join(options)}.{hint}")
+        raise ValueError(
+            f"parameter {name} = {value!r} has type {type(value).__name__}, expected "
+            f"{' or '.join(options)}.{hint}"
+        )
     return float(value) if "float" in options and "int" not in options else value
 
 # %% ../../nbs/running/01_config.ipynb #623961f2
@@ -257,69 +430,171 @@ def _checked(cls, values, where=""):
     "An instance of a parameter class from a dictionary: unknown names and wrong types are errors."
     types = {f.name: f.type for f in fields(cls)}
     for key in values:
-        if key not in types: raise ValueError(f"unknown parameter {where}{key}{_near(key, types)} Known: {', '.join(types)}")
+        if key not in types:
+            raise ValueError(
+                f"unknown parameter {where}{key}{_near(key, types)} Known: " f"{', '.join(types)}"
+            )
     return cls(**{k: _typed(where + k, v, types[k]) for k, v in values.items()})
 
+# %% ../../nbs/running/01_config.ipynb #f36bc4a8
 def _check_choice(name, value):
     "`ValueError` unless the value is known."
     values = CHOICES[name]
     if value not in values:
-        raise ValueError(f"parameter {name} = {value!r} is not one of {', '.join(values)}{_near(value, values)}")
+        raise ValueError(
+            f"parameter {name} = {value!r} is not one of "
+            f"{', '.join(values)}{_near(value, values)}"
+        )
 
 # %% ../../nbs/running/01_config.ipynb #c16076a5
-SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt") # transformers' schedules that need no arguments of their own
+# transformers' schedules that need no arguments of their own
+SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
 
 def _check_ranges(cfg, training, evaluation):
-    positive = {f"training.{k}": getattr(training, k) for k in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
-                "max_grad_norm", "max_length", "max_train_rows", "learning_rate", "early_stopping_patience", "num_processes")}
-    positive |= {f"evaluation.{k}": getattr(evaluation, k) for k in ("per_device_eval_batch_size", "max_eval_rows", "final_eval_rows", "max_new_tokens", "latency_new_tokens", "max_development_rows")}
+    positive = {
+        f"training.{k}": getattr(training, k)
+        for k in (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "num_train_epochs",
+            "max_grad_norm",
+            "max_length",
+            "max_train_rows",
+            "learning_rate",
+            "early_stopping_patience",
+            "num_processes",
+        )
+    }
+    positive |= {
+        f"evaluation.{k}": getattr(evaluation, k)
+        for k in (
+            "per_device_eval_batch_size",
+            "max_eval_rows",
+            "final_eval_rows",
+            "max_new_tokens",
+            "latency_new_tokens",
+            "max_development_rows",
+        )
+    }
     for name, value in positive.items():
-        if value is not None and not 0 < value < float("inf"): raise ValueError(f"parameter {name} = {value!r} must be a positive number.")
-    from_zero = {f"training.{k}": getattr(training, k) for k in ("weight_decay", "warmup_steps", "checkpoint_interval_s", "eval_steps", "dataloader_num_workers")}
-    from_zero |= {"evaluation.latency_pairs": evaluation.latency_pairs, "ewc.strength": cfg.ewc.get("strength"), "ewc.decay": cfg.ewc.get("decay")}
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"parameter {name} = {value!r} must be a positive number.")
+    from_zero = {
+        f"training.{k}": getattr(training, k)
+        for k in (
+            "weight_decay",
+            "warmup_steps",
+            "checkpoint_interval_s",
+            "eval_steps",
+            "dataloader_num_workers",
+        )
+    }
+    from_zero |= {
+        "evaluation.latency_pairs": evaluation.latency_pairs,
+        "ewc.strength": cfg.ewc.get("strength"),
+        "ewc.decay": cfg.ewc.get("decay"),
+    }
     for name, value in from_zero.items():
-        if value is not None and not 0 <= value < float("inf"): raise ValueError(f"parameter {name} = {value!r} must be a number from 0 on.")
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(f"parameter {name} = {value!r} must be a number from 0 on.")
     shares = {"training.warmup_ratio": training.warmup_ratio or 0.}
     for name in ("adam_beta1", "adam_beta2"):
-        if not 0 <= (getattr(training, name) or 0.) < 1: raise ValueError(f"parameter training.{name} = {getattr(training, name)!r} must lie in [0, 1).")
+        if not 0 <= (getattr(training, name) or 0.) < 1:
+            raise ValueError(
+                f"parameter training.{name} = {getattr(training, name)!r} must lie in [0, " "1)."
+            )
     for name, value in shares.items():
-        if not 0 <= value <= 1: raise ValueError(f"parameter {name} = {value!r} must lie in [0, 1].")
-    if not 0 <= (training.label_noise or 0.) < 1: raise ValueError(f"parameter training.label_noise = {training.label_noise!r} must lie in [0, 1).")
-    if cfg.ewc and (cfg.ewc["n_examples"] < 1 or cfg.ewc["decay"] > 1): raise ValueError(f"parameter ewc = {cfg.ewc!r} needs n_examples >= 1 and decay <= 1.")
+        if not 0 <= value <= 1:
+            raise ValueError(f"parameter {name} = {value!r} must lie in [0, 1].")
+    if not 0 <= (training.label_noise or 0.) < 1:
+        raise ValueError(
+            f"parameter training.label_noise = {training.label_noise!r} must lie in [0, 1)."
+        )
+    if cfg.ewc and (cfg.ewc["n_examples"] < 1 or cfg.ewc["decay"] > 1):
+        raise ValueError(f"parameter ewc = {cfg.ewc!r} needs n_examples >= 1 and decay <= 1.")
     if training.lr_scheduler_type not in SCHEDULES:
-        raise ValueError(f"parameter training.lr_scheduler_type = {training.lr_scheduler_type!r} is not one of {', '.join(SCHEDULES)}{_near(training.lr_scheduler_type, SCHEDULES)}")
+        raise ValueError(
+            f"parameter training.lr_scheduler_type = {training.lr_scheduler_type!r} is not "
+            f"one of {', '.join(SCHEDULES)}{_near(training.lr_scheduler_type, SCHEDULES)}"
+        )
     for name, value in {"seed": cfg.seed, "order_seed": cfg.order_seed}.items():
-        if not 0 <= value < 2**31: raise ValueError(f"parameter {name} = {value!r} must lie in [0, 2**31).")
-    if training.max_steps == 0 or training.max_steps < -1: raise ValueError(f"parameter training.max_steps = {training.max_steps} must be positive, or -1.")
-    if evaluation.num_beams < 1: raise ValueError(f"parameter evaluation.num_beams = {evaluation.num_beams} must be at least 1, which is greedy.")
+        if not 0 <= value < 2**31:
+            raise ValueError(f"parameter {name} = {value!r} must lie in [0, 2**31).")
+    if training.max_steps == 0 or training.max_steps < -1:
+        raise ValueError(
+            f"parameter training.max_steps = {training.max_steps} must be positive, or -1."
+        )
+    if evaluation.num_beams < 1:
+        raise ValueError(
+            f"parameter evaluation.num_beams = {evaluation.num_beams} must be at least 1, "
+            "which is greedy."
+        )
 
+# %% ../../nbs/running/01_config.ipynb #00bb5a10
 def plain_name(
     name: str, # of a run
 ) -> bool:
-    "Whether a text can name one folder and nothing else: printable, at most 200 bytes, no part of a path, not hidden."
-    return isinstance(name, str) and name.isprintable() and 0 < len(name.encode()) <= 200 and name == name.strip() and not name.startswith(".") and not set(name) & set("/\\")
+    """Whether a text can name one folder and nothing else: printable, at most 200 bytes, no part of
+    a path, not hidden."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and 0 < len(name.encode()) <= 200
+        and name == name.strip()
+        and not name.startswith(".")
+        and not set(name) & set("/\\")
+    )
 
+# %% ../../nbs/running/01_config.ipynb #f05f15fa
 def _check_places(cfg):
     for name in ("stream", "model", "results_dir", "cache_dir"):
         if not getattr(cfg, name).strip(): raise ValueError(f"parameter {name} is empty.")
     if cfg.run_id and (not plain_name(cfg.run_id) or cfg.run_id == "comparison"):
-        raise ValueError(f"parameter run_id = {cfg.run_id[:200]!r} must be a plain folder name: printable, without '/' and '\\', not starting with '.', of at most 200 bytes, and not 'comparison', where runs are compared.")
-    if cfg.model_revision and (cfg.model == "mini" or Path(cfg.model).expanduser().is_dir()): raise ValueError(f"parameter model_revision = {cfg.model_revision!r}, but model {cfg.model!r} is no repository of the hub; leave it empty.")
-    if cfg.source == "local" and not cfg.data_dir: raise ValueError("source 'local' needs data_dir, a folder of <task>/{train,validation}.jsonl (or CSV, Parquet, save_to_disk).")
-    if cfg.source == "local" and not Path(cfg.data_dir).expanduser().is_dir(): raise ValueError(f"parameter data_dir = {cfg.data_dir!r} is no folder that exists.")
+        raise ValueError(
+            f"parameter run_id = {cfg.run_id[:200]!r} must be a plain folder name: "
+            "printable, without '/' and '\\', not starting with '.', of at most 200 "
+            "bytes, and not 'comparison', where runs are compared."
+        )
+    if cfg.model_revision and (cfg.model == "mini" or Path(cfg.model).expanduser().is_dir()):
+        raise ValueError(
+            f"parameter model_revision = {cfg.model_revision!r}, but model {cfg.model!r} "
+            "is no repository of the hub; leave it empty."
+        )
+    if cfg.source == "local" and not cfg.data_dir:
+        raise ValueError(
+            "source 'local' needs data_dir, a folder of <task>/{train,validation}.jsonl "
+            "(or CSV, Parquet, save_to_disk)."
+        )
+    if cfg.source == "local" and not Path(cfg.data_dir).expanduser().is_dir():
+        raise ValueError(f"parameter data_dir = {cfg.data_dir!r} is no folder that exists.")
 
 # %% ../../nbs/running/01_config.ipynb #82c4be56
-BOUND_TO_TASKS = ("himalaya", "lora-bank", "lora-masked", "olora", "gpm-lora") # something of each begins or ends with a task
+# something of each begins or ends with a task
+BOUND_TO_TASKS = ("himalaya", "lora-bank", "lora-masked", "olora", "gpm-lora")
 
 def _check_protocol(cfg, method, with_ewc):
     "Refuse adapters that need tasks where there are none, and a share of rows where none are kept."
     if cfg.protocol == "joint" and method in BOUND_TO_TASKS:
-        raise ValueError(f"parameter protocol = 'joint' trains all tasks at once, and adapter {cfg.adapter!r} needs to be told where a task begins; use 'lora' or another method without tasks as the upper bound.")
+        raise ValueError(
+            "parameter protocol = 'joint' trains all tasks at once, and adapter "
+            f"{cfg.adapter!r} needs to be told where a task begins; use 'lora' or another "
+            "method without tasks as the upper bound."
+        )
     if cfg.protocol == "joint" and with_ewc:
-        raise ValueError(f"parameter protocol = 'joint' has no earlier task that EWC could protect; use adapter {method!r}.")
-    if not 0 < cfg.replay_share <= 1: raise ValueError(f"parameter replay_share = {cfg.replay_share!r} must lie in (0, 1]; without kept rows the protocol is 'sequential'.")
+        raise ValueError(
+            "parameter protocol = 'joint' has no earlier task that EWC could protect; use "
+            f"adapter {method!r}."
+        )
+    if not 0 < cfg.replay_share <= 1:
+        raise ValueError(
+            f"parameter replay_share = {cfg.replay_share!r} must lie in (0, 1]; without "
+            "kept rows the protocol is 'sequential'."
+        )
     if cfg.protocol != "replay" and cfg.replay_share != SILENT[""]["replay_share"]:
-        raise ValueError(f"parameter replay_share is given, but under protocol {cfg.protocol!r} no rows are kept; set protocol to 'replay'.")
+        raise ValueError(
+            f"parameter replay_share is given, but under protocol {cfg.protocol!r} no rows "
+            "are kept; set protocol to 'replay'."
+        )
 
 # %% ../../nbs/running/01_config.ipynb #309c26fc
 def _check_instructions(cfg):
@@ -327,34 +602,86 @@ def _check_instructions(cfg):
     if cfg.instructions == "own": return
     from himalaya_hest.streams.instructions import instructed
     stream = _stream(cfg.stream)
-    try: instructed(replace(stream, tasks=stream.tasks[:cfg.n_tasks or None]), cfg.instructions, cfg.stream)
+    try:
+        instructed(
+            replace(stream, tasks=stream.tasks[: cfg.n_tasks or None]), cfg.instructions, cfg.stream
+        )
     except ValueError as e: raise ValueError(f"parameter {e}") from None
 
 # %% ../../nbs/running/01_config.ipynb #1048adcc
 _STORAGE = ("results_dir", "cache_dir", "run_id", "overwrite", "dry_run", "tabs_record")
 _IN_NAME = ("adapter", "preset", "stream", "scale", "mode", "seed", "order_seed", "n_tasks")
 
-SILENT = { # parameters that came later than the first records, and the values with which they say nothing
-    "": dict(n_tasks=0, hooks=[], search={}, model_revision="", quantisation="none", dtype="auto", chat_template=False, dry_run=False, replay_share=.01, instructions="own", study="continual25", e_max=None, tabs_record="", energy={}, adapter_module="", adapter_source=""),
-    "evaluation": dict(after_tasks=None, final_eval_rows=None, reuse_answers=True, max_development_rows=1000, num_beams=1),
-    "training": dict(adam_beta1=.9, adam_beta2=.999, eval_steps=0, early_stopping_patience=3, num_processes=1),
+SILENT = {  # parameters that came later than the first records, and the values with which they say nothing
+    "": dict(
+        n_tasks=0,
+        hooks=[],
+        search={},
+        model_revision="",
+        quantisation="none",
+        dtype="auto",
+        chat_template=False,
+        dry_run=False,
+        replay_share=0.01,
+        instructions="own",
+        study="continual25",
+        e_max=None,
+        tabs_record="",
+        energy={},
+        adapter_module="",
+        adapter_source="",
+    ),
+    "evaluation": dict(
+        after_tasks=None,
+        final_eval_rows=None,
+        reuse_answers=True,
+        max_development_rows=1000,
+        num_beams=1,
+    ),
+    "training": dict(
+        adam_beta1=0.9, adam_beta2=0.999, eval_steps=0, early_stopping_patience=3, num_processes=1
+    ),
     "energy": dict(latency_batch_sizes=[1]),
 }
 
 WITHOUT_EFFECT = ("dataloader_num_workers",) # training parameters that change no figure
 
-MIRROR = dict(tracker="off", wandb_entity="", wandb_project="") # parameters that say where a run is shown, as all runs are compared
+# parameters that say where a run is shown, as all runs are compared
+MIRROR = dict(tracker="off", wandb_entity="", wandb_project="")
 PROJECT = "himalaya-hest" # of W&B, where none is named
 
 def told_parameters(
     parameters: dict, # of a resolved run
 ) -> dict: # without those of SILENT
     "What two runs are compared by."
-    heard = lambda values, group: {k: v for k, v in values.items() if k not in SILENT[group] or v != SILENT[group][k]}
-    parameters = {k: v for k, v in parameters.items() if k != "adapter_module"} # where a module lies; what it says is adapter_source
-    out = heard(parameters | {k: v for k, v in MIRROR.items() if k in parameters}, "") | ({"replay_share": parameters["replay_share"]} if parameters.get("protocol") == "replay" else {})
-    out |= {g: heard(out[g], g) for g in ("evaluation", "training", "energy") if isinstance(out.get(g), dict)}
-    return out | ({"training": {k: v for k, v in out["training"].items() if k not in WITHOUT_EFFECT}} if "training" in out else {})
+    heard = lambda values, group: {
+        k: v for k, v in values.items() if k not in SILENT[group] or v != SILENT[group][k]
+    }
+    # where a module lies; what it says is adapter_source
+    parameters = {k: v for k, v in parameters.items() if k != "adapter_module"}
+    if "adapter_config" in parameters: parameters |= _as_first(parameters)
+    out = heard(parameters | {k: v for k, v in MIRROR.items() if k in parameters}, "") | (
+        {"replay_share": parameters["replay_share"]}
+        if parameters.get("protocol") == "replay"
+        else {}
+    )
+    out |= {
+        g: heard(out[g], g)
+        for g in ("evaluation", "training", "energy")
+        if isinstance(out.get(g), dict)
+    }
+    return out | (
+        {"training": {k: v for k, v in out["training"].items() if k not in WITHOUT_EFFECT}}
+        if "training" in out
+        else {}
+    )
+
+# %% ../../nbs/running/01_config.ipynb #a9072d66
+def _as_first(parameters):
+    "What the first records say of an adapter: every part by its own name, and its budget twice."
+    own = flat_of(parameters)
+    budgeted = parameters.get("adapter", "").partition("+")[0] in BUDGETED and "e_max" in own
+    return dict(adapter_config=own) | (dict(e_max=own["e_max"]) if budgeted else {})
 
 def parameters_digest(
     config: RunConfig, # resolved
@@ -364,6 +691,7 @@ def parameters_digest(
     kept = {k: v for k, v in told_parameters(asdict(config)).items() if k not in ignore}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
+# %% ../../nbs/running/01_config.ipynb #e71b3700
 def default_run_id(config: RunConfig) -> str:
     "The name of a run that was given none."
     stream = Path(config.stream).stem + (f"-first{config.n_tasks}" if config.n_tasks else "")
@@ -373,81 +701,155 @@ def default_run_id(config: RunConfig) -> str:
 # %% ../../nbs/running/01_config.ipynb #73d5252f
 def _resolve_training(cfg, given):
     training = asdict(_checked(TrainingParameters, given, "training."))
-    for key, value in (training_defaults(cfg.adapter, cfg.preset, cfg.scale) | energy_training(cfg.adapter, cfg.preset, cfg.scale, cfg.study, cfg.adapter_config)).items():
+    for key, value in (
+        training_defaults(cfg.adapter, cfg.preset, cfg.scale)
+        | energy_training(cfg.adapter, cfg.preset, cfg.scale, cfg.study, cfg.adapter_config)
+    ).items():
         if training[key] is None: training[key] = value
     training |= {k: v for k, v in _study(cfg, "training").items() if k not in given}
     training |= {k: v for k, v in SCALES[cfg.scale]["training"].items() if training[k] is None}
     training["max_length"] = _told_length(cfg.model, training["max_length"])
     if cfg.mode == "trial":
-        training |= dict(num_train_epochs=1, max_steps=2, eval_steps=0, early_stopping_patience=TrainingParameters.early_stopping_patience)
-        training["max_train_rows"] = min(training["max_train_rows"], 2 * training["per_device_train_batch_size"] * micro_batches_of_step(training))
+        training |= dict(
+            num_train_epochs=1,
+            max_steps=2,
+            eval_steps=0,
+            early_stopping_patience=TrainingParameters.early_stopping_patience,
+        )
+        training["max_train_rows"] = min(
+            training["max_train_rows"],
+            2 * training["per_device_train_batch_size"] * micro_batches_of_step(training),
+        )
     return training
 
+# %% ../../nbs/running/01_config.ipynb #2a603456
 def _told_length(model, tokens):
-    "What says the same as no length becomes none, so that both are one run; only the mini backbone's context is known before the run."
-    if model == "mini" and tokens is not None: return None if tokens >= min(MAX_LENGTH, mini_context()) else tokens
+    """What says the same as no length becomes none, so that both are one run; only the mini
+    backbone's context is known before the run."""
+    if model == "mini" and tokens is not None:
+        return None if tokens >= min(MAX_LENGTH, mini_context()) else tokens
     return None if tokens == MAX_LENGTH else tokens
 
+# %% ../../nbs/running/01_config.ipynb #aaa79918
 @lru_cache(maxsize=1)
 def mini_context() -> int: # tokens
     "The context of the mini backbone."
     path = files("himalaya_hest") / "data" / "mini_llama" / "config.json"
     return json.loads(path.read_text(encoding="utf-8"))["max_position_embeddings"]
 
+# %% ../../nbs/running/01_config.ipynb #28d0d9a6
 def _resolve_evaluation(cfg, given):
     evaluation = asdict(_checked(EvaluationParameters, given, "evaluation."))
-    evaluation |= {k: v for k, v in (SCALES[cfg.scale]["evaluation"] | _study(cfg, "evaluation")).items() if k not in given and (evaluation[k] is None or k in _study(cfg, "evaluation"))}
-    if cfg.mode == "trial": evaluation |= {"max_eval_rows": min(2, evaluation["max_eval_rows"]), "final_eval_rows": None, "max_new_tokens": min(8, evaluation["max_new_tokens"] or 8), "latency_pairs": 0, "max_development_rows": EvaluationParameters.max_development_rows}
+    evaluation |= {
+        k: v
+        for k, v in (SCALES[cfg.scale]["evaluation"] | _study(cfg, "evaluation")).items()
+        if k not in given and (evaluation[k] is None or k in _study(cfg, "evaluation"))
+    }
+    if cfg.mode == "trial":
+        evaluation |= {
+            "max_eval_rows": min(2, evaluation["max_eval_rows"]),
+            "final_eval_rows": None,
+            "max_new_tokens": min(8, evaluation["max_new_tokens"] or 8),
+            "latency_pairs": 0,
+            "max_development_rows": EvaluationParameters.max_development_rows,
+        }
     if cfg.protocol == "single":
-        if given.get("final_eval_rows"): raise ValueError("parameter evaluation.final_eval_rows is given, but under protocol 'single' there is no last adapter that answers all tasks; leave it out.")
+        if given.get("final_eval_rows"):
+            raise ValueError(
+                "parameter evaluation.final_eval_rows is given, but under protocol "
+                "'single' there is no last adapter that answers all tasks; leave it out."
+            )
         evaluation["final_eval_rows"] = None
-    if evaluation["final_eval_rows"] is not None and evaluation["final_eval_rows"] <= evaluation["max_eval_rows"]: evaluation["final_eval_rows"] = None
+    if (
+        evaluation["final_eval_rows"] is not None
+        and evaluation["final_eval_rows"] <= evaluation["max_eval_rows"]
+    ):
+        evaluation["final_eval_rows"] = None
     return evaluation
 
+# %% ../../nbs/running/01_config.ipynb #2dea8d6b
 def _resolve_tasks(cfg):
-    "Check n_tasks and after_tasks against the stream; what says the same as the default becomes the default."
+    """Check n_tasks and after_tasks against the stream; what says the same as the default becomes
+    the default."""
     after, n = cfg.evaluation["after_tasks"], cfg.n_tasks
     if n < 0: raise ValueError(f"parameter n_tasks = {n} must be positive, or 0 for all.")
     if not n and after is None: return
     listed = len(_stream(cfg.stream).tasks)
-    if n > listed: raise ValueError(f"parameter n_tasks = {n}, but stream {cfg.stream!r} has {listed} tasks; 0 takes all.")
+    if n > listed:
+        raise ValueError(
+            f"parameter n_tasks = {n}, but stream {cfg.stream!r} has {listed} tasks; 0 "
+            "takes all."
+        )
     cfg.n_tasks = n if n < listed else 0
     if after is not None:
         points = evaluation_schedule(n or listed, after)
-        cfg.evaluation["after_tasks"] = None if points == evaluation_schedule(n or listed) else points
+        cfg.evaluation["after_tasks"] = (
+            None if points == evaluation_schedule(n or listed) else points
+        )
 
 # %% ../../nbs/running/01_config.ipynb #7d7fd27d
 def _resolve_adapter(cfg):
-    "The method and whether EWC stands beside it; its module is told only where the method is of it, with the digest of what was imported."
+    """The method and whether EWC stands beside it; its module is told only where the method is of
+    it, with the digest of what was imported."""
     digest = import_adapter_module(cfg.adapter_module)
     method, with_ewc = parse_adapter(cfg.adapter)
     if not is_from_outside(method): cfg.adapter_module = digest = ""
-    if cfg.adapter_source not in ("", digest): raise ValueError(f"parameter adapter_source: this run was made with another source of adapter {cfg.adapter!r} than {cfg.adapter_module or 'no module'} has now (SHA-256 {cfg.adapter_source[:12]}…, now {digest[:12] or 'none'}…); leave adapter_source out for a run of its own")
+    if cfg.adapter_source not in ("", digest):
+        raise ValueError(
+            "parameter adapter_source: this run was made with another source of adapter "
+            f"{cfg.adapter!r} than {cfg.adapter_module or 'no module'} has now (SHA-256 "
+            f"{cfg.adapter_source[:12]}…, now {digest[:12] or 'none'}…); leave "
+            "adapter_source out for a run of its own"
+        )
     cfg.adapter_source = digest
     return method, with_ewc
 
+# %% ../../nbs/running/01_config.ipynb #29bc6f60
 def resolve(
     parameters: dict, # any of RunConfig's fields
-    later: list | None = None, # takes the messages about what has to be there when the run begins, which are errors without it
+    # takes the messages about what has to be there when the run begins, which are errors without
+    # it
+    later: list | None = None,
 ) -> RunConfig: # complete: nothing is left to a default
-    "Check a run's parameters and give each its value; `ValueError` names the parameter, what was expected, and the nearest match."
+    """Check a run's parameters and give each its value; `ValueError` names the parameter, what was
+    expected, and the nearest match."""
     cfg = _scaled(_checked(RunConfig, parameters))
     cfg.adapter = cfg.adapter.lower()
     method, with_ewc = _resolve_adapter(cfg)
     _check_protocol(cfg, method, with_ewc)
-    cfg.role = cfg.role or ("proposed" if method in ("himalaya", "hest") and cfg.protocol != "zero_shot" else "baseline")
+    cfg.role = cfg.role or (
+        "proposed" if method in ("himalaya", "hest") and cfg.protocol != "zero_shot" else "baseline"
+    )
     cfg.source = cfg.source or _stream(cfg.stream).source
     for name in CHOICES: _check_choice(name, getattr(cfg, name))
     _check_places(cfg)
-    if cfg.ewc and not with_ewc: raise ValueError(f"parameter ewc is given, but adapter {cfg.adapter!r} has no EWC; use {cfg.adapter + '+ewc'!r}.")
+    if cfg.ewc and not with_ewc:
+        raise ValueError(
+            f"parameter ewc is given, but adapter {cfg.adapter!r} has no EWC; use "
+            f"{cfg.adapter + '+ewc'!r}."
+        )
     searched = searched_defaults(cfg.adapter, cfg.preset, cfg.scale)
     cfg.ewc = asdict(_checked(EWCParameters, searched["ewc"] | cfg.ewc, "ewc.")) if with_ewc else {}
-    cfg.adapter_config = searched["adapter_config"] | dict(cfg.adapter_config)
+    if method == "himalaya":
+        cfg.adapter_config = in_parts(
+            searched["adapter_config"] | flat(cfg.adapter_config, cfg.preset), cfg.preset
+        )
+    else: cfg.adapter_config = searched["adapter_config"] | dict(cfg.adapter_config)
     _resolve_budget(cfg, method, later)
     formed = resolve_adapter_config(cfg.adapter, cfg.preset, cfg.adapter_config, cfg.seed)
-    if cfg.preset != "default" and "preset" not in formed: raise ValueError(f"parameter preset = {cfg.preset!r}, but adapter {cfg.adapter!r} has one form only: 'default'.")
-    _check_ranges(cfg, _checked(TrainingParameters, cfg.training, "training."), _checked(EvaluationParameters, cfg.evaluation, "evaluation."))
-    cfg.training, cfg.evaluation = _resolve_training(cfg, cfg.training), _resolve_evaluation(cfg, cfg.evaluation)
+    if cfg.preset != "default" and "preset" not in formed:
+        raise ValueError(
+            f"parameter preset = {cfg.preset!r}, but adapter {cfg.adapter!r} has one form "
+            "only: 'default'."
+        )
+    _check_ranges(
+        cfg,
+        _checked(TrainingParameters, cfg.training, "training."),
+        _checked(EvaluationParameters, cfg.evaluation, "evaluation."),
+    )
+    cfg.training, cfg.evaluation = _resolve_training(cfg, cfg.training), _resolve_evaluation(
+        cfg, cfg.evaluation
+    )
     _resolve_tasks(cfg)
     _resolve_energy(cfg)
     _check_execution(cfg)
@@ -456,7 +858,11 @@ def resolve(
     _check_stopping(cfg, method, formed)
     _resolve_tracker(cfg)
     cfg.run_id = cfg.run_id or default_run_id(cfg)
-    if not plain_name(cfg.run_id): raise ValueError(f"the stream's file name {Path(cfg.stream).name[:100]!r} makes no folder's name of a run: give run_id, or the file another name.")
+    if not plain_name(cfg.run_id):
+        raise ValueError(
+            f"the stream's file name {Path(cfg.stream).name[:100]!r} makes no folder's "
+            "name of a run: give run_id, or the file another name."
+        )
     return cfg
 
 # %% ../../nbs/running/01_config.ipynb #1d87425a
@@ -469,99 +875,217 @@ def _scaled(cfg):
     for name in ("scale", "study"): _check_choice(name, getattr(cfg, name))
     found = SCALES[cfg.scale] | STUDIES[cfg.study][cfg.scale]
     if cfg.chat_template is None and cfg.study == "continual25": cfg.chat_template = False
-    if cfg.chat_template is None and cfg.model in ("", found["model"]): cfg.chat_template = found.get("chat_template", False)
-    for name in ("model", "stream", "dtype", "quantisation"): setattr(cfg, name, getattr(cfg, name) or found[name])
+    if cfg.chat_template is None and cfg.model in ("", found["model"]):
+        cfg.chat_template = found.get("chat_template", False)
+    for name in ("model", "stream", "dtype", "quantisation"):
+        setattr(cfg, name, getattr(cfg, name) or found[name])
     cfg.model_revision = cfg.model_revision or REVISIONS.get(cfg.model, "")
     return cfg
 
+# %% ../../nbs/running/01_config.ipynb #0ee7bae8
 def _resolve_tracker(cfg):
     "A trial has no tracker; a tracker has a project."
     if cfg.mode == "trial": cfg.tracker = "off"
     if cfg.tracker != "off": cfg.wandb_project = cfg.wandb_project or PROJECT
     for name in ("wandb_entity", "wandb_project"):
-        if len(value := getattr(cfg, name)) > 128 or set(value) & set("/\\#?%: "): raise ValueError(f"parameter {name} = {value!r} must be a plain name of at most 128 characters, without spaces and /\\#?%:")
+        if len(value := getattr(cfg, name)) > 128 or set(value) & set("/\\#?%: "):
+            raise ValueError(
+                f"parameter {name} = {value!r} must be a plain name of at most 128 "
+                "characters, without spaces and /\\#?%:"
+            )
 
 # %% ../../nbs/running/01_config.ipynb #b544ffb2
 BUDGETED = ("hest", "bhsp", "random-mask", "depth-mask")
 OVER_BLOCKS = ("spectral", "int8", "random-mask", "depth-mask") # they know no other scope
-ENERGY_TRAINING = { # at the mini scale, by scope: the best mean of three seeds on mini_cnndm_dev (nbs/records/cnndm_dev and cnndm_blocks_dev; random masks as masks by depth; HEST over directions by its likeliest states)
-    "directions": {"hest": dict(learning_rate=.03), "hest:published": dict(learning_rate=.03), "tabs": dict(learning_rate=.02), "bhsp": dict(learning_rate=.03), "lora": dict(learning_rate=.02)},
-    "blocks": dict.fromkeys(("hest", "random-mask", "depth-mask"), dict(learning_rate=.03)) | dict.fromkeys(("tabs", "bhsp", "spectral", "int8"), dict(learning_rate=.02)),
+ENERGY_TRAINING = {  # at the mini scale, by scope: the best mean of three seeds on mini_cnndm_dev (nbs/records/cnndm_dev and cnndm_blocks_dev; random masks as masks by depth; HEST over directions by its likeliest states)
+    "directions": {
+        "hest": dict(learning_rate=0.03),
+        "hest:published": dict(learning_rate=0.03),
+        "tabs": dict(learning_rate=0.02),
+        "bhsp": dict(learning_rate=0.03),
+        "lora": dict(learning_rate=0.02),
+    },
+    "blocks": dict.fromkeys(("hest", "random-mask", "depth-mask"), dict(learning_rate=0.03))
+    | dict.fromkeys(("tabs", "bhsp", "spectral", "int8"), dict(learning_rate=0.02)),
 }
 
-def scope_of(adapter: str, preset: str, adapter_config: dict | None = None) -> str: # directions or blocks
+# directions or blocks
+def scope_of(adapter: str, preset: str, adapter_config: dict | None = None) -> str:
     "What an adapter gates; directions for one without gates."
     method = parse_adapter(adapter)[0]
-    own = PRESETS.get(preset, {}).get("scope") if method == "hest" else "blocks" if method in OVER_BLOCKS else None
+    own = (
+        PRESETS.get(preset, {}).get("scope")
+        if method == "hest"
+        else "blocks" if method in OVER_BLOCKS else None
+    )
     return (adapter_config or {}).get("scope") or own or "directions"
 
-def energy_training(adapter: str, preset: str, scale: str, study: str, adapter_config: dict | None = None) -> dict: # training parameter → value
-    "What was chosen for an adapter in a study of energy; nothing in Study 1 and at the other scales."
+# %% ../../nbs/running/01_config.ipynb #e3fab4b7
+# training parameter → value
+def energy_training(
+    adapter: str, preset: str, scale: str, study: str, adapter_config: dict | None = None
+) -> dict:
+    """What was chosen for an adapter in a study of energy; nothing in Study 1 and at the other
+    scales."""
     if study == "continual25" or scale != "mini": return {}
-    return ENERGY_TRAINING[scope_of(adapter, preset, adapter_config)].get(adapter.lower() if preset == "default" else f"{adapter.lower()}:{preset}", {})
+    return ENERGY_TRAINING[scope_of(adapter, preset, adapter_config)].get(
+        adapter.lower() if preset == "default" else f"{adapter.lower()}:{preset}", {}
+    )
 
+# %% ../../nbs/running/01_config.ipynb #3bdf7d03
 def _resolve_budget(cfg, method, later=None):
-    "One number for e_max: from itself, from tabs_record, from the adapter's own field, or the package's."
+    """One number for adapter_config.e_max: from there, from e_max, from tabs_record, or the
+    package's."""
     if method not in BUDGETED:
-        if named := [n for n in ("e_max", "tabs_record") if getattr(cfg, n)]: raise ValueError(f"parameter {named[0]} is a budget of energy, and adapter {cfg.adapter!r} has none; it is for {', '.join(BUDGETED)}.")
+        if named := [n for n in ("e_max", "tabs_record") if getattr(cfg, n)]:
+            raise ValueError(
+                f"parameter {named[0]} is a budget of energy, and adapter {cfg.adapter!r} "
+                f"has none; it is for {', '.join(BUDGETED)}."
+            )
         return
-    own = cfg.adapter_config.get("e_max")
-    if cfg.tabs_record and (cfg.e_max is None or Path(cfg.tabs_record).expanduser().exists()): found = _from_record(cfg, later)
-    else: found = own if cfg.e_max is None else cfg.e_max
-    for name, value in (("e_max", cfg.e_max), ("adapter_config.e_max", own)):
-        if value is not None and value != found: raise ValueError(f"parameter {name} = {value!r}, but the budget was given as {found!r} too; give one of e_max, tabs_record and adapter_config.e_max.")
+    given = dict(e_max=cfg.e_max) | {"adapter_config.e_max": cfg.adapter_config.get("e_max")}
+    given = {n: v for n, v in given.items() if v is not None}
+    of_record = cfg.tabs_record and (not given or Path(cfg.tabs_record).expanduser().exists())
+    found = _from_record(cfg, later) if of_record else next(iter(given.values()), None)
+    for name, value in given.items():
+        if value != found:
+            raise ValueError(
+                f"parameter {name} = {value!r}, but the budget was given as {found!r} too; "
+                "give one of e_max, tabs_record and adapter_config.e_max."
+            )
     scope = scope_of(cfg.adapter, cfg.preset, cfg.adapter_config)
-    if found is None and scope not in ("directions", "blocks"): return # the adapter's own class says which scopes there are
-    cfg.e_max = tabs_e_max(scope=scope) if found is None else found
-    cfg.adapter_config = cfg.adapter_config | dict(e_max=cfg.e_max)
+    if found is None and scope not in ("directions", "blocks"):
+        # the adapter's own class says which scopes there are
+        return
+    if found is None: found = tabs_e_max(scope=scope)
+    # from here on it stands in one place
+    cfg.adapter_config, cfg.e_max = cfg.adapter_config | dict(e_max=found), None
 
+# %% ../../nbs/running/01_config.ipynb #c60a4b53
 def _from_record(cfg, later=None):
-    "E_max of tabs_record; a plan, which notes in `later` that there is none yet, goes on with the package's."
-    path, scope = Path(cfg.tabs_record).expanduser(), scope_of(cfg.adapter, cfg.preset, cfg.adapter_config)
+    """E_max of tabs_record; a plan, which notes in `later` that there is none yet, goes on with the
+    package's."""
+    path, scope = Path(cfg.tabs_record).expanduser(), scope_of(
+        cfg.adapter, cfg.preset, cfg.adapter_config
+    )
     try: record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
-        message = f"parameter tabs_record = {cfg.tabs_record!r} cannot be read ({e.strerror}); name the record.json of a run of adapter tabs, which goes before this one."
+        message = (
+            f"parameter tabs_record = {cfg.tabs_record!r} cannot be read ({e.strerror}); "
+            "name the record.json of a run of adapter tabs, which goes before this one."
+        )
         if later is None: raise ValueError(message) from None
         later.append(message)
         return tabs_e_max(scope=scope)
-    except ValueError: raise ValueError(f"parameter tabs_record = {cfg.tabs_record!r} is no JSON; name the record.json of a run of adapter tabs.") from None
+    except ValueError:
+        raise ValueError(
+            f"parameter tabs_record = {cfg.tabs_record!r} is no JSON; name the record.json "
+            "of a run of adapter tabs."
+        ) from None
     try: return tabs_e_max(record, scope)
-    except (ValueError, AttributeError) as e: raise ValueError(f"parameter tabs_record = {cfg.tabs_record!r}: {e}") from None
+    except (ValueError, AttributeError) as e:
+        raise ValueError(f"parameter tabs_record = {cfg.tabs_record!r}: {e}") from None
 
 # %% ../../nbs/running/01_config.ipynb #7ff4eda0
 def _resolve_energy(cfg):
-    "What is measured of the answers; `ValueError` where a study of energy has other than one task, or measures are asked for outside of one."
+    """What is measured of the answers; `ValueError` where a study of energy has other than one
+    task, or measures are asked for outside of one."""
     if cfg.study == "continual25":
-        if cfg.energy: raise ValueError("parameter energy is given, but study 'continual25' does not measure what answers cost; set study to cnndm or lra, or leave it out.")
+        if cfg.energy:
+            raise ValueError(
+                "parameter energy is given, but study 'continual25' does not measure what "
+                "answers cost; set study to cnndm or lra, or leave it out."
+            )
         return
     n = cfg.n_tasks or len(_stream(cfg.stream).tasks)
-    if n != 1 or cfg.protocol != "sequential": raise ValueError(f"parameter study = {cfg.study!r} is of one task trained once, but stream {cfg.stream!r} has {n} under protocol {cfg.protocol!r}; name a stream of one task, or set n_tasks to 1, and leave protocol out.")
+    if n != 1 or cfg.protocol != "sequential":
+        raise ValueError(
+            f"parameter study = {cfg.study!r} is of one task trained once, but stream "
+            f"{cfg.stream!r} has {n} under protocol {cfg.protocol!r}; name a stream of one "
+            "task, or set n_tasks to 1, and leave protocol out."
+        )
     energy = asdict(_checked(EnergyParameters, _study(cfg, "energy") | cfg.energy, "energy."))
-    if cfg.mode == "trial": energy |= dict(latency_samples=min(2, energy["latency_samples"]), latency_new_tokens=min(4, energy["latency_new_tokens"]), max_samples=2)
-    if energy["energy_meter"] not in METERS: raise ValueError(f"parameter energy.energy_meter = {energy['energy_meter']!r} is not one of {', '.join(METERS)}{_near(energy['energy_meter'], METERS)}")
-    for name, low in dict(max_samples=1, latency_samples=0, latency_new_tokens=2, min_window_s=5).items():
-        if energy[name] is not None and not low <= energy[name] < float("inf"): raise ValueError(f"parameter energy.{name} = {energy[name]!r} must be a number from {low} on.")
+    if cfg.mode == "trial":
+        energy |= dict(
+            latency_samples=min(2, energy["latency_samples"]),
+            latency_new_tokens=min(4, energy["latency_new_tokens"]),
+            max_samples=2,
+        )
+    if energy["energy_meter"] not in METERS:
+        raise ValueError(
+            f"parameter energy.energy_meter = {energy['energy_meter']!r} is not one of "
+            f"{', '.join(METERS)}{_near(energy['energy_meter'], METERS)}"
+        )
+    for name, low in dict(
+        max_samples=1, latency_samples=0, latency_new_tokens=2, min_window_s=5
+    ).items():
+        if energy[name] is not None and not low <= energy[name] < float("inf"):
+            raise ValueError(
+                f"parameter energy.{name} = {energy[name]!r} must be a number from {low} " "on."
+            )
     sizes = energy["latency_batch_sizes"]
-    if not sizes or any(type(b) is not int or b < 1 for b in sizes) or len(set(sizes)) < len(sizes): raise ValueError(f"parameter energy.latency_batch_sizes = {sizes!r} must be different positive numbers, such as [1, 8, 16].")
+    if not sizes or any(type(b) is not int or b < 1 for b in sizes) or len(set(sizes)) < len(sizes):
+        raise ValueError(
+            f"parameter energy.latency_batch_sizes = {sizes!r} must be different positive "
+            "numbers, such as [1, 8, 16]."
+        )
     cfg.energy = energy
 
 # %% ../../nbs/running/01_config.ipynb #9ba459cd
 def _check_stopping(cfg, method, formed):
     "Refuse early stopping where there is nothing to choose by, or nothing to go back to."
-    steps, waits = cfg.training["eval_steps"], (("training", "early_stopping_patience"), ("evaluation", "max_development_rows"))
+    steps, waits = cfg.training["eval_steps"], (
+        ("training", "early_stopping_patience"),
+        ("evaluation", "max_development_rows"),
+    )
     if not steps:
-        given = [f"{group}.{name}" for group, name in waits if getattr(cfg, group)[name] != SILENT[group][name]]
-        if given: raise ValueError(f"parameter {given[0]} is given, but training.eval_steps is 0: no training is stopped early; give eval_steps, or leave it out.")
+        given = [
+            f"{group}.{name}"
+            for group, name in waits
+            if getattr(cfg, group)[name] != SILENT[group][name]
+        ]
+        if given:
+            raise ValueError(
+                f"parameter {given[0]} is given, but training.eval_steps is 0: no training "
+                "is stopped early; give eval_steps, or leave it out."
+            )
         return
-    why = dict(zero_shot="nothing is trained", joint="all tasks are trained at once, and none has an end of its own").get(cfg.protocol)
-    if why: raise ValueError(f"parameter training.eval_steps = {steps}, but under protocol {cfg.protocol!r} {why}; leave it out.")
-    trigger = parts_of(cfg.preset, {p: formed.get(p) for p in PARTS}).growth_trigger if method == "himalaya" else ""
-    if trigger in STREAMING:
-        raise ValueError(f"parameter training.eval_steps = {steps}, but with growth_trigger {trigger!r} adapter {cfg.adapter!r} has segments of its own, not tasks, and what it counts of them cannot go back; leave it out, or take growth_trigger 'boundary'.")
-    for name, n in {cfg.stream: cfg.n_tasks, **({cfg.search["stream"]: cfg.search["n_tasks"]} if cfg.search else {})}.items():
-        if lacking := [t.name for t in _stream(name).tasks[:n or None] if "development" not in t.splits]:
-            raise ValueError(f"parameter training.eval_steps = {steps} chooses a model by rows that are not reported, but task {lacking[0]!r} of stream {name!r} has no split 'development'; "
-                             "name one under `splits` in the stream's file, for example {train: train, validation: 'validation[50%:]', development: 'validation[:50%]'}, or leave eval_steps out.")
+    why = dict(
+        zero_shot="nothing is trained",
+        joint="all tasks are trained at once, and none has an end of its own",
+    ).get(cfg.protocol)
+    if why:
+        raise ValueError(
+            f"parameter training.eval_steps = {steps}, but under protocol {cfg.protocol!r} "
+            f"{why}; leave it out."
+        )
+    trigger = (
+        numbers_of(cfg.preset, formed.get("parts"), "growth_trigger")
+        if method == "himalaya"
+        else None
+    )
+    if isinstance(trigger, Segments):
+        raise ValueError(
+            f"parameter training.eval_steps = {steps}, but with the growth_trigger of "
+            f"{type(trigger).__name__} adapter {cfg.adapter!r} has segments of its own, "
+            "not tasks, and what it counts of them cannot go back; leave it out, or take "
+            "growth_trigger 'boundary'."
+        )
+    for name, n in {
+        cfg.stream: cfg.n_tasks,
+        **({cfg.search["stream"]: cfg.search["n_tasks"]} if cfg.search else {}),
+    }.items():
+        if lacking := [
+            t.name for t in _stream(name).tasks[: n or None] if "development" not in t.splits
+        ]:
+            raise ValueError(
+                f"parameter training.eval_steps = {steps} chooses a model by rows that are "
+                f"not reported, but task {lacking[0]!r} of stream {name!r} has no split "
+                "'development'; "
+                "name one under `splits` in the stream's file, for example {train: train, "
+                "validation: 'validation[50%:]', development: 'validation[:50%]'}, or "
+                "leave eval_steps out."
+            )
 
 # %% ../../nbs/running/01_config.ipynb #99ef7ddd
 def _check_execution(cfg):
@@ -569,37 +1093,76 @@ def _check_execution(cfg):
     if not cfg.allow_code_execution: return
     check_platform()
     if not any(t.tests for t in _stream(cfg.stream).tasks[:cfg.n_tasks or None]):
-        raise ValueError(f"parameter allow_code_execution: no task of stream {cfg.stream!r} names `tests`, so no program would be run; leave it off, or name them in the stream's file.")
+        raise ValueError(
+            f"parameter allow_code_execution: no task of stream {cfg.stream!r} names "
+            "`tests`, so no program would be run; leave it off, or name them in the "
+            "stream's file."
+        )
 
+# %% ../../nbs/running/01_config.ipynb #e372733d
 def _stream(name):
     from himalaya_hest.streams.tasks import load_stream
     return load_stream(name)
 
 def _dev_stream(cfg):
-    "The stream that a search takes where none is named: in a study of energy the run's own twin, where it has one."
+    """The stream that a search takes where none is named: in a study of energy the run's own twin,
+    where it has one."""
     twin = files("himalaya_hest")/"data"/"streams"/f"{cfg.stream}_dev.yaml"
-    if cfg.study != "continual25" and Path(cfg.stream).name == cfg.stream and twin.is_file(): return f"{cfg.stream}_dev"
+    if cfg.study != "continual25" and Path(cfg.stream).name == cfg.stream and twin.is_file():
+        return f"{cfg.stream}_dev"
     return (_study(cfg, "search") or SCALES[cfg.scale]["search"])["stream"]
 
+# %% ../../nbs/running/01_config.ipynb #4325b698
 def _resolve_search(cfg):
     "The search's parameters; `ValueError` where settings would be chosen on what the run reports."
-    if cfg.n_trials < 0: raise ValueError(f"parameter n_trials = {cfg.n_trials} must be positive, or 0 for no search.")
+    if cfg.n_trials < 0:
+        raise ValueError(
+            f"parameter n_trials = {cfg.n_trials} must be positive, or 0 for no search."
+        )
     if cfg.mode == "trial": cfg.n_trials = 0
     if not cfg.n_trials:
-        if cfg.search and cfg.mode != "trial": raise ValueError("parameter search is given, but n_trials is 0: no setting would be searched; give n_trials, or leave search out.")
+        if cfg.search and cfg.mode != "trial":
+            raise ValueError(
+                "parameter search is given, but n_trials is 0: no setting would be "
+                "searched; give n_trials, or leave search out."
+            )
         return {}
-    if (n := cfg.training["num_processes"]) > 1: raise ValueError(f"parameter n_trials = {cfg.n_trials}, but training.num_processes = {n}: trials are spread over workers, not over the processes of a run. Search first with one process each, then give the run what was found")
-    if cfg.protocol == "zero_shot": raise ValueError(f"parameter n_trials = {cfg.n_trials}, but under protocol 'zero_shot' nothing is trained; leave it out.")
+    if (n := cfg.training["num_processes"]) > 1:
+        raise ValueError(
+            f"parameter n_trials = {cfg.n_trials}, but training.num_processes = {n}: "
+            "trials are spread over workers, not over the processes of a run. Search "
+            "first with one process each, then give the run what was found"
+        )
+    if cfg.protocol == "zero_shot":
+        raise ValueError(
+            f"parameter n_trials = {cfg.n_trials}, but under protocol 'zero_shot' nothing "
+            "is trained; leave it out."
+        )
     search = asdict(_checked(SearchParameters, cfg.search, "search."))
     search["stream"] = search["stream"] or _dev_stream(cfg)
     ours, theirs = _stream(cfg.stream), _stream(search["stream"])
-    if ours == theirs or ours.name == theirs.name or (cfg.source == "mini" and theirs.source == "mini" and ours.world == theirs.world):
-        raise ValueError(f"parameter search.stream = {search['stream']!r} is the world of the run itself: settings are never chosen on what is reported; name another stream.")
+    if (
+        ours == theirs
+        or ours.name == theirs.name
+        or (cfg.source == "mini" and theirs.source == "mini" and ours.world == theirs.world)
+    ):
+        raise ValueError(
+            f"parameter search.stream = {search['stream']!r} is the world of the run "
+            "itself: settings are never chosen on what is reported; name another stream."
+        )
     if "n_tasks" not in cfg.search: search["n_tasks"] = min(search["n_tasks"], len(theirs.tasks))
-    if not 1 <= search["n_tasks"] <= len(theirs.tasks): raise ValueError(f"parameter search.n_tasks = {search['n_tasks']} must lie in 1 to {len(theirs.tasks)}, the tasks of {search['stream']!r}.")
+    if not 1 <= search["n_tasks"] <= len(theirs.tasks):
+        raise ValueError(
+            f"parameter search.n_tasks = {search['n_tasks']} must lie in 1 to "
+            f"{len(theirs.tasks)}, the tasks of {search['stream']!r}."
+        )
     for name in ("finalists", "pairs"):
-        if search[name] < 1: raise ValueError(f"parameter search.{name} = {search[name]} must be at least 1.")
-    if search["timeout_s"] is not None and not search["timeout_s"] > 0: raise ValueError(f"parameter search.timeout_s = {search['timeout_s']} must be a positive number.")
+        if search[name] < 1:
+            raise ValueError(f"parameter search.{name} = {search[name]} must be at least 1.")
+    if search["timeout_s"] is not None and not search["timeout_s"] > 0:
+        raise ValueError(
+            f"parameter search.timeout_s = {search['timeout_s']} must be a positive number."
+        )
     return search
 
 # %% ../../nbs/running/01_config.ipynb #5ab97cdd
@@ -608,22 +1171,46 @@ def said_of(
 ) -> dict[str, str]: # field → the comment beside it
     "What a parameter class and those that it extends say of their fields."
     from fastcore.docments import docments
-    return {k: " ".join(v.split()) for c in reversed(cls.__mro__[:-1]) for k, v in docments(c).items() if v}
+    return {
+        k: " ".join(v.split())
+        for c in reversed(cls.__mro__[:-1])
+        for k, v in docments(c).items()
+        if v
+    }
 
+# %% ../../nbs/running/01_config.ipynb #13d9dc62
 def config_table(
     config: RunConfig, # resolved or not
     changed: bool = False, # only what differs from the plain default
 ) -> Table: # one row a parameter, nested ones with a dot
     "A configuration with the meaning of each parameter."
-    groups = dict(training=TrainingParameters, evaluation=EvaluationParameters, energy=EnergyParameters, ewc=EWCParameters, search=SearchParameters)
+    groups = dict(
+        training=TrainingParameters,
+        evaluation=EvaluationParameters,
+        energy=EnergyParameters,
+        ewc=EWCParameters,
+        search=SearchParameters,
+    )
     what = {"": said_of(RunConfig)} | {g: said_of(c) for g, c in groups.items()}
     plain, rows = asdict(RunConfig()) | {g: asdict(c()) for g, c in groups.items()}, []
     for name, value in asdict(config).items():
         within = value.items() if name in groups else [("", value)]
         for key, v in within:
             differs = v != (plain[name].get(key) if key else plain[name])
-            if differs or not changed: rows.append([f"{name}.{key}" if key else name, str(v) if v not in ("", {}, []) else None, "•" if differs else "", what[name if key else ""].get(key or name, "")])
-    return Table(config.run_id or "a run that is not resolved yet", ["parameter", "value", "set", "what it is"], rows)
+            if differs or not changed:
+                rows.append(
+                    [
+                        f"{name}.{key}" if key else name,
+                        str(v) if v not in ("", {}, []) else None,
+                        "•" if differs else "",
+                        what[name if key else ""].get(key or name, ""),
+                    ]
+                )
+    return Table(
+        config.run_id or "a run that is not resolved yet",
+        ["parameter", "value", "set", "what it is"],
+        rows,
+    )
 
 RunConfig._repr_html_ = lambda self: config_table(self)._repr_html_()
 
@@ -635,30 +1222,50 @@ def notebook_parameters(
     "The parameters of a notebook: every public name that appeared since `before`."
     return {k: v for k, v in names.items() if k not in before and not k.startswith("_")}
 
+# %% ../../nbs/running/01_config.ipynb #2ea81ab5
 def checked_parameters(
     given: dict, # name → value, as a notebook was given them
     types: dict[str, tuple], # name → types that fit
 ) -> dict: # the same
-    "Refuse (ValueError) names that are not known, with the nearest that is, and values of another type."
+    """Refuse (ValueError) names that are not known, with the nearest that is, and values of another
+    type."""
     for name, value in given.items():
-        if name not in types: raise ValueError(f"unknown parameter {name}{nearest(name, types) or '.'} Known: {', '.join(types)}")
+        if name not in types:
+            raise ValueError(
+                f"unknown parameter {name}{nearest(name, types) or '.'} Known: "
+                f"{', '.join(types)}"
+            )
         if not isinstance(value, types[name]):
-            told = f"; papermill -r {name} {value} hands it over as text" if str in types[name] else ""
-            raise ValueError(f"parameter {name} is {value!r} ({type(value).__name__}), expected {' or '.join(t.__name__ for t in types[name])}{told}")
+            told = (
+                f"; papermill -r {name} {value} hands it over as text" if str in types[name] else ""
+            )
+            raise ValueError(
+                f"parameter {name} is {value!r} ({type(value).__name__}), expected "
+                f"{' or '.join(t.__name__ for t in types[name])}{told}"
+            )
     return given
 
+# %% ../../nbs/running/01_config.ipynb #03c7d6a5
 def save_config(config: RunConfig, path: str | Path) -> None:
     "Write a resolved run as YAML, to be run again with `papermill -f`."
     import yaml
-    temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}") # renamed below, so that a killed run leaves no half file
-    temporary.write_text(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    # renamed below, so that a killed run leaves no half file
+    temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+    temporary.write_text(
+        yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
+    )
     os.replace(temporary, path)
 
+# %% ../../nbs/running/01_config.ipynb #05259c7c
 def load_config(path: str | Path) -> RunConfig:
     "Read and check a run file."
     import yaml
     try: values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as e: raise ValueError(f"run file {path} cannot be read: {e}") from e
-    if not isinstance(values, dict): raise ValueError(f"run file {path} holds {type(values).__name__}, expected names and values")
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as e:
+        raise ValueError(f"run file {path} cannot be read: {e}") from e
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"run file {path} holds {type(values).__name__}, expected names and values"
+        )
     try: return resolve(values)
     except ValueError as e: raise ValueError(f"run file {path}: {e}") from e

@@ -29,31 +29,81 @@ from torch import nn
 
 import himalaya_hest.streams.long_world # which registers the twins of the studies of energy
 from ..streams.batching import as_asked, encode_all
-from .config import RunConfig, evaluation_schedule, micro_batches_of_step, resolve, scope_of
+from himalaya_hest.running.config import (
+    RunConfig, evaluation_schedule, micro_batches_of_step, resolve, scope_of,
+)
 from ..hest.shell import GatedLayer
 from ..streams.hub import get_source
 from ..streams.instructions import instructed
 from ..adapters.lora_bank import bank_bytes
 from ..streams.mixed_rows import n_kept, row_bytes
 from ..himalaya.packing import fill_of, packed_bytes
-from ..himalaya.presets import spaces_of
+from ..himalaya.config import spaces_of
 from ..adapters.registry import adapter_bytes, build_adapter
 from ..bridge.shell import ShellLayer
 from ..streams.sources import spread
 from ..streams.tasks import load_stream
 
 # %% ../../nbs/running/02_plan.ipynb #0b7c2e45
-SHAPES = { # from config.json of the repositories
-    "Qwen/Qwen2.5-0.5B": ("qwen2", dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
-        vocab_size=151936, max_position_embeddings=32768, tie_word_embeddings=True)),
-    "NousResearch/Llama-2-7b-hf": ("llama", dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, intermediate_size=11008,
-        vocab_size=32000, max_position_embeddings=4096, tie_word_embeddings=False)),
-    "NousResearch/Llama-2-70b-hf": ("llama", dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672,
-        vocab_size=32000, max_position_embeddings=4096, tie_word_embeddings=False)),
-    "Qwen/Qwen2.5-7B-Instruct": ("qwen2", dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944,
-        vocab_size=152064, max_position_embeddings=32768, tie_word_embeddings=False)),
+SHAPES = {  # from config.json of the repositories
+    "Qwen/Qwen2.5-0.5B": (
+        "qwen2",
+        dict(
+            hidden_size=896,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            intermediate_size=4864,
+            vocab_size=151936,
+            max_position_embeddings=32768,
+            tie_word_embeddings=True,
+        ),
+    ),
+    "NousResearch/Llama-2-7b-hf": (
+        "llama",
+        dict(
+            hidden_size=4096,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            intermediate_size=11008,
+            vocab_size=32000,
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "NousResearch/Llama-2-70b-hf": (
+        "llama",
+        dict(
+            hidden_size=8192,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            intermediate_size=28672,
+            vocab_size=32000,
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": (
+        "qwen2",
+        dict(
+            hidden_size=3584,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            intermediate_size=18944,
+            vocab_size=152064,
+            max_position_embeddings=32768,
+            tie_word_embeddings=False,
+        ),
+    ),
 }
-SHAPES |= {"Qwen/Qwen2.5-0.5B-Instruct": SHAPES["Qwen/Qwen2.5-0.5B"], "NousResearch/Llama-2-7b-chat-hf": SHAPES["NousResearch/Llama-2-7b-hf"]} # tuned further, of the same shape
+# tuned further, of the same shape
+SHAPES |= {
+    "Qwen/Qwen2.5-0.5B-Instruct": SHAPES["Qwen/Qwen2.5-0.5B"],
+    "NousResearch/Llama-2-7b-chat-hf": SHAPES["NousResearch/Llama-2-7b-hf"],
+}
 
 def model_folder(
     name: str, # of a model
@@ -65,6 +115,7 @@ def model_folder(
     path = Path(name).expanduser()
     return path if path.is_dir() else None
 
+# %% ../../nbs/running/02_plan.ipynb #82e467fd
 def model_config(
     name: str, # "mini", a folder, or a hub repository
     revision: str = "", # its commit
@@ -73,10 +124,17 @@ def model_config(
     from transformers import AutoConfig
     if name in SHAPES: return AutoConfig.for_model(SHAPES[name][0], **SHAPES[name][1])
     folder, at = model_folder(name), dict(revision=revision) if revision else {}
-    try: return AutoConfig.from_pretrained(folder or name, local_files_only=True, trust_remote_code=False, **({} if folder else at))
+    try:
+        return AutoConfig.from_pretrained(
+            folder or name, local_files_only=True, trust_remote_code=False, **({} if folder else at)
+        )
     except (OSError, ValueError) as e:
-        raise ValueError(f"the shape of model {name!r} is not known here: a plan downloads nothing. Known are mini, a folder with a config.json, {', '.join(SHAPES)}, and models of the hub's cache; "
-                         f"fetch the file with `hf download {name} config.json`") from e
+        raise ValueError(
+            f"the shape of model {name!r} is not known here: a plan downloads nothing. "
+            f"Known are mini, a folder with a config.json, {', '.join(SHAPES)}, and models "
+            "of the hub's cache; "
+            f"fetch the file with `hf download {name} config.json`"
+        ) from e
 
 # %% ../../nbs/running/02_plan.ipynb #978886a3
 @dataclass(frozen=True)
@@ -94,6 +152,7 @@ class Shape:
     parameters: int # all, tied ones once
     linear_inputs: tuple # widths read by the linear layers that are counted in `matrices`
 
+# %% ../../nbs/running/02_plan.ipynb #69f1dce4
 def meta_model(
     config, # a transformers config
 ) -> nn.Module:
@@ -101,6 +160,7 @@ def meta_model(
     from transformers import AutoModelForCausalLM
     with torch.device("meta"): return AutoModelForCausalLM.from_config(config).requires_grad_(False)
 
+# %% ../../nbs/running/02_plan.ipynb #783ecbd9
 def shape_of(
     config, # a transformers config
 ) -> Shape:
@@ -108,9 +168,23 @@ def shape_of(
     model, c = meta_model(config), config
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-    heads, width = c.num_attention_heads, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    return Shape(c.num_hidden_layers, c.hidden_size, heads * width, (getattr(c, "num_key_value_heads", None) or heads) * width, getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
-                 c.max_position_embeddings, sum(m.weight.numel() for m in linear), head.weight.numel(), len(linear), sum(p.numel() for p in model.parameters()), tuple(m.in_features for m in linear))
+    heads, width = (
+        c.num_attention_heads,
+        getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads,
+    )
+    return Shape(
+        c.num_hidden_layers,
+        c.hidden_size,
+        heads * width,
+        (getattr(c, "num_key_value_heads", None) or heads) * width,
+        getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+        c.max_position_embeddings,
+        sum(m.weight.numel() for m in linear),
+        head.weight.numel(),
+        len(linear),
+        sum(p.numel() for p in model.parameters()),
+        tuple(m.in_features for m in linear),
+    )
 
 # %% ../../nbs/running/02_plan.ipynb #b59b7224
 def element_bytes(
@@ -120,6 +194,7 @@ def element_bytes(
     "Bytes of one number of a backbone."
     return 4 if dtype == "float32" or (dtype == "auto" and cpu) else 2
 
+# %% ../../nbs/running/02_plan.ipynb #0387c125
 def weight_bytes(
     shape: Shape,
     config: RunConfig, # resolved; its dtype and quantisation
@@ -129,7 +204,8 @@ def weight_bytes(
     e = element_bytes(config.dtype, cpu)
     if config.quantisation == "none": return e * shape.parameters
     blocks = shape.matrices // 64
-    scales = blocks + 4 * math.ceil(blocks / 256) + shape.n_linear * (4 + 4 * 16 + 4 * 256) # offset, table of values, table of scales
+    # offset, table of values, table of scales
+    scales = blocks + 4 * math.ceil(blocks / 256) + shape.n_linear * (4 + 4 * 16 + 4 * 256)
     return shape.matrices // 2 + scales + e * (shape.parameters - shape.matrices)
 
 # %% ../../nbs/running/02_plan.ipynb #4ca4cec1
@@ -146,6 +222,7 @@ class AdapterSize:
     rounded: int = 0 # widest input that is rounded to int8, in float32, on the way
     reading: int = 0 # bytes a token of a prompt that gates take, beside a layer's work
 
+# %% ../../nbs/running/02_plan.ipynb #74047580
 def adapter_size(
     config: RunConfig, # resolved
     model_cfg, # transformers config of the backbone
@@ -154,21 +231,57 @@ def adapter_size(
     "Counted on meta tensors; methods that PEFT cannot build there give an error of its own."
     from peft.tuners.tuners_utils import BaseTunerLayer
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning) # PEFT asks the backbone for a name that transformers is giving up
-        adapter = build_adapter(config.adapter.partition("+")[0], meta_model(model_cfg), None, config.preset, config.adapter_config, None, config.seed)
+        # PEFT asks the backbone for a name that transformers is giving up
+        warnings.simplefilter("ignore", FutureWarning)
+        adapter = build_adapter(
+            config.adapter.partition("+")[0],
+            meta_model(model_cfg),
+            None,
+            config.preset,
+            config.adapter_config,
+            None,
+            config.seed,
+        )
     trained = sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
-    layers = {n: m for n, m in adapter.model.named_modules() if isinstance(m, BaseTunerLayer) and m is not adapter.tuner}
-    widths = {n: getattr(m.get_base_layer(), "in_features", model_cfg.hidden_size) for n, m in layers.items()}
+    layers = {
+        n: m
+        for n, m in adapter.model.named_modules()
+        if isinstance(m, BaseTunerLayer) and m is not adapter.tuner
+    }
+    widths = {
+        n: getattr(m.get_base_layer(), "in_features", model_cfg.hidden_size)
+        for n, m in layers.items()
+    }
     core = adapter.tuner.core() if hasattr(adapter.tuner, "core") else None
     if hasattr(core, "gate"): gated = gated_inputs(core, list(widths.values()), shape_of(model_cfg))
-    else: gated = dict(kept=kept_inputs(layers, widths, element_bytes(config.dtype, config.model == "mini")))
-    keeps = config.evaluation["reuse_answers"] and not config.hooks and hasattr(adapter.tuner, "keeps_answers") and adapter.tuner.keeps_answers()
-    state = _state_bytes(adapter, n_tasks) + (8 * trained if "+ewc" in config.adapter else 0) # EWC: Fisher information and anchor
-    return AdapterSize(trained, state, sum(widths.values()), keeps, copied=sum(p.numel() for p in adapter.hooks.tracked_parameters().values()), **gated)
+    else:
+        gated = dict(
+            kept=kept_inputs(layers, widths, element_bytes(config.dtype, config.model == "mini"))
+        )
+    keeps = (
+        config.evaluation["reuse_answers"]
+        and not config.hooks
+        and hasattr(adapter.tuner, "keeps_answers")
+        and adapter.tuner.keeps_answers()
+    )
+    # EWC: Fisher information and anchor
+    state = _state_bytes(adapter, n_tasks) + (8 * trained if "+ewc" in config.adapter else 0)
+    return AdapterSize(
+        trained,
+        state,
+        sum(widths.values()),
+        keeps,
+        copied=sum(p.numel() for p in adapter.hooks.tracked_parameters().values()),
+        **gated,
+    )
 
+# %% ../../nbs/running/02_plan.ipynb #e7938909
 def _state_bytes(adapter, n_tasks):
     core = adapter.tuner.core() if hasattr(adapter.tuner, "core") else None
-    if hasattr(core, "owner"): return sum(packed_bytes(core, bits=core.parts.atom_bits, filled=fill_of(core, full=True)).values())
+    if hasattr(core, "owner"):
+        return sum(
+            packed_bytes(core, bits=core.atom_bits, filled=fill_of(core, full=True)).values()
+        )
     if hasattr(core, "used"): return sum(bank_bytes(core, n_tasks).values())
     if hasattr(adapter.tuner, "bytes_after"): return adapter.tuner.bytes_after(n_tasks)
     return sum(adapter_bytes(adapter).values())
@@ -184,23 +297,34 @@ def kept_inputs(
     for path, m in layers.items():
         alone = e < 4 and not isinstance(m, ShellLayer) # PEFT's own, which cast
         space = spaces_of(path, 0, 0)[0].partition("_")[0]
-        if alone or space != "heads": kept[path if alone or not space else (path.rpartition(".")[0], space)] = widths[path]
+        if alone or space != "heads":
+            kept[path if alone or not space else (path.rpartition(".")[0], space)] = widths[path]
     return sum(kept.values())
 
+# %% ../../nbs/running/02_plan.ipynb #6496c720
 def gated_inputs(
     core, # of a gated adapter
     widths: list[int], # of its modules' inputs
     shape: Shape,
 ) -> dict[str, int]: # fields of AdapterSize
-    "In scope directions an input for each state that multiplies and 36 bytes a gate, in scope blocks what is chosen between, and keys and values that are written in two ways; hidden states that controllers read, twice in float32; int8 from float32."
+    """In scope directions an input for each state that multiplies and 36 bytes a gate, in scope
+    blocks what is chosen between, and keys and values that are written in two ways; hidden
+    states that controllers read, twice in float32; int8 from float32."""
     _, int8, fp = map(bool, core.gate.allowed_states)
     n, blocks = len(core.layers), not core.uses_masks
     d, units = shape.width, 0 if blocks else core.rank * core.places.n_slots
-    kept = sum(widths) * (1 if blocks else int8 + fp) + blocks * n * (2 * d + (4 * shape.keys + d) * fp)
-    readings = dict(position=0, own_layer=n, first_block=1 + (0 in core.layers))[core.reads] # the first block has its own input to read
+    kept = sum(widths) * (1 if blocks else int8 + fp) + blocks * n * (
+        2 * d + (4 * shape.keys + d) * fp
+    )
+    # the first block has its own input to read
+    readings = dict(position=0, own_layer=n, first_block=1 + (0 in core.layers))[core.reads]
     rounded = max([shape.mlp, *widths] if blocks else widths) * int8
-    reading = (8 * rounded + (10 if int8 else 2) * d if blocks else 4 * rounded + 8 * d) + n * units * (36 if int8 else 20)
-    return dict(kept=kept, gates=8 * d * readings + 36 * n * units, rounded=rounded, reading=reading)
+    reading = (
+        8 * rounded + (10 if int8 else 2) * d if blocks else 4 * rounded + 8 * d
+    ) + n * units * (36 if int8 else 20)
+    return dict(
+        kept=kept, gates=8 * d * readings + 36 * n * units, rounded=rounded, reading=reading
+    )
 
 # %% ../../nbs/running/02_plan.ipynb #f8b3c352
 CHARACTERS_A_TOKEN = 3.5
@@ -219,6 +343,7 @@ class TaskLoad:
     cap: int # generated tokens at most
     repo: str = "" # hub
 
+# %% ../../nbs/running/02_plan.ipynb #b0f50b99
 def longest(
     sample: tuple, # sorted lengths
     b: float, # draws
@@ -227,6 +352,7 @@ def longest(
     k = len(sample)
     return sum(x * ((i / k) ** b - ((i - 1) / k) ** b) for i, x in enumerate(sample, 1))
 
+# %% ../../nbs/running/02_plan.ipynb #9bc65fe6
 def mean(sample: tuple) -> float: return sum(sample) / len(sample)
 
 # %% ../../nbs/running/02_plan.ipynb #aa1d6159
@@ -237,11 +363,19 @@ def typical_lengths(
 ) -> tuple[tuple, tuple]: # lengths, targets
     "Lengths of a hub task by the packaged table; of an unknown task those of its kind."
     table = json.loads((files("himalaya_hest")/"data"/"lengths.json").read_text(encoding="utf-8"))
-    known = table["tasks"].get(SAME_ROWS.get(task.name, task.name)) or table["tasks"][table["kinds"][task.kind]]
+    known = (
+        table["tasks"].get(SAME_ROWS.get(task.name, task.name))
+        or table["tasks"][table["kinds"][task.kind]]
+    )
     tokens = lambda characters: max(2, round(characters / CHARACTERS_A_TOKEN))
     targets = tuple(min(tokens(c), cap) for c in known["targets"])
-    return tuple(min((c if task.byte_level else tokens(c)) + 4, max_length) for c in known["rows"]), targets # spelled, a character is a token
+    # spelled, a character is a token
+    return (
+        tuple(min((c if task.byte_level else tokens(c)) + 4, max_length) for c in known["rows"]),
+        targets,
+    )
 
+# %% ../../nbs/running/02_plan.ipynb #071ef927
 def sampled_lengths(
     task, # tasks.Task
     numbered, # rows of a source
@@ -250,8 +384,15 @@ def sampled_lengths(
     n_sample: int = 16,
 ) -> tuple[tuple, tuple]: # lengths, targets
     "Lengths of some rows of a source, tokenised."
-    rows = encode_all([task.format(*numbered[i][::-1]) for i in spread(len(numbered), n_sample)], tokenizer, max_length, task.max_new_tokens)
-    return tuple(sorted(len(r["input_ids"]) for r in rows)), tuple(sorted(len(r["input_ids"]) - sum(r["prompt_mask"]) for r in rows))
+    rows = encode_all(
+        [task.format(*numbered[i][::-1]) for i in spread(len(numbered), n_sample)],
+        tokenizer,
+        max_length,
+        task.max_new_tokens,
+    )
+    return tuple(sorted(len(r["input_ids"]) for r in rows)), tuple(
+        sorted(len(r["input_ids"]) - sum(r["prompt_mask"]) for r in rows)
+    )
 
 # %% ../../nbs/running/02_plan.ipynb #c175af05
 def task_loads(
@@ -260,25 +401,59 @@ def task_loads(
 ) -> list[TaskLoad]: # as the stream lists them
     "Rows and lengths of every task of a run."
     stream = load_stream(config.stream)
-    tasks = instructed(replace(stream, tasks=stream.tasks[:config.n_tasks or None]), config.instructions, config.stream)[0].tasks
-    source = None if config.source == "hub" else get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
+    tasks = instructed(
+        replace(stream, tasks=stream.tasks[: config.n_tasks or None]),
+        config.instructions,
+        config.stream,
+    )[0].tasks
+    source = (
+        None
+        if config.source == "hub"
+        else get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
+    )
     tokenizer = None if source is None or model_folder(config.model) is None else _tokenizer(config)
     return [_load(t, config, source, tokenizer, max_length) for t in tasks]
 
+# %% ../../nbs/running/02_plan.ipynb #d5431b33
 def _load(task, config, source, tokenizer, max_length):
     t, e = config.training, config.evaluation
     cap = min(task.max_new_tokens, e["max_new_tokens"] or task.max_new_tokens)
     rows_of = lambda split, most: len(source.numbered_rows(task, split, most)) if source else None
-    capped = min(c for c in (t["max_train_rows"], task.max_train_rows, getattr(task, "train_rows", None)) if c is not None)
-    held = lambda most: (rows_of("validation", most) if source else min(most, task.max_eval_rows or most)) if most else 0
-    if tokenizer: lengths, targets = sampled_lengths(task, source.numbered_rows(task, "train", t["max_train_rows"]), tokenizer, max_length)
+    capped = min(
+        c
+        for c in (t["max_train_rows"], task.max_train_rows, getattr(task, "train_rows", None))
+        if c is not None
+    )
+    held = lambda most: (
+        (rows_of("validation", most) if source else min(most, task.max_eval_rows or most))
+        if most
+        else 0
+    )
+    if tokenizer:
+        lengths, targets = sampled_lengths(
+            task, source.numbered_rows(task, "train", t["max_train_rows"]), tokenizer, max_length
+        )
     else: lengths, targets = typical_lengths(task, max_length, task.max_new_tokens)
     counted = source is not None or getattr(task, "train_rows", None) is not None
-    return TaskLoad(task.name, rows_of("train", t["max_train_rows"]) or capped, counted, held(e["max_eval_rows"]), held(e["final_eval_rows"]), lengths, targets, cap, task.repo or "")
+    return TaskLoad(
+        task.name,
+        rows_of("train", t["max_train_rows"]) or capped,
+        counted,
+        held(e["max_eval_rows"]),
+        held(e["final_eval_rows"]),
+        lengths,
+        targets,
+        cap,
+        task.repo or "",
+    )
 
+# %% ../../nbs/running/02_plan.ipynb #55242ffa
 def _tokenizer(config):
     from transformers import AutoTokenizer
-    return as_asked(AutoTokenizer.from_pretrained(model_folder(config.model), trust_remote_code=False), config.chat_template)
+    return as_asked(
+        AutoTokenizer.from_pretrained(model_folder(config.model), trust_remote_code=False),
+        config.chat_template,
+    )
 
 # %% ../../nbs/running/02_plan.ipynb #1447768c
 @dataclass(frozen=True)
@@ -293,28 +468,43 @@ class Device:
     token_s: float = .003 # s₂, a generated token of a batch beside its layers
     row_s: float = .002 # s₅, an evaluated row: its answer as text, its score
     task_s: float = 20. # s₃, a task beside its steps
-    task_steps: float = 10. # growth, pruning and Fisher information of a task, in steps of its training
+    # growth, pruning and Fisher information of a task, in steps of its training
+    task_steps: float = 10.
     start_s: float = 120. # s₄, a run: loading, tokenising
     cpu: bool = False
 
-CARDS = ( # peak: dense bfloat16 with float32 sums, bytes a second, bytes of memory
-    ("RTX 4090 24 GB", 165.2e12, 1.008e12, 24e9), # NVIDIA Ada GPU architecture white paper, appendix A
-    ("A100 80 GB", 312e12, 2.039e12, 80e9), # NVIDIA A100 80GB data sheet, SXM
-    ("H100 80 GB", 989.4e12, 3.35e12, 80e9), # NVIDIA H100 data sheet, SXM, without sparsity
-    ("H200 141 GB", 989.4e12, 4.8e12, 141e9), # NVIDIA H200 data sheet, SXM, without sparsity
+# %% ../../nbs/running/02_plan.ipynb #d0c26018
+CARDS = (  # peak: dense bfloat16 with float32 sums, bytes a second, bytes of memory
+    (
+        "RTX 4090 24 GB",
+        165.2e12,
+        1.008e12,
+        24e9,
+    ),  # NVIDIA Ada GPU architecture white paper, appendix A
+    ("A100 80 GB", 312e12, 2.039e12, 80e9),  # NVIDIA A100 80GB data sheet, SXM
+    ("H100 80 GB", 989.4e12, 3.35e12, 80e9),  # NVIDIA H100 data sheet, SXM, without sparsity
+    ("H200 141 GB", 989.4e12, 4.8e12, 141e9),  # NVIDIA H200 data sheet, SXM, without sparsity
 )
 TRAINING_SHARE, READING_SHARE = .4, .7
 
 def devices() -> list[Device]:
     "The cards of the table."
-    return [Device(name, TRAINING_SHARE * f, READING_SHARE * w, memory) for name, f, w, memory in CARDS]
+    return [
+        Device(name, TRAINING_SHARE * f, READING_SHARE * w, memory) for name, f, w, memory in CARDS
+    ]
 
+# %% ../../nbs/running/02_plan.ipynb #a80d3fe9
 def cpu_device(
     adapter: str = "lora", # its name
     costs: dict | None = None, # None: the packaged ones
 ) -> Device:
     "One thread of the CPU on which the packaged costs were measured."
-    known = costs or json.loads((files("himalaya_hest")/"data"/"cpu_costs.json").read_text(encoding="utf-8"))["costs"]
+    known = (
+        costs
+        or json.loads(
+            (files("himalaya_hest") / "data" / "cpu_costs.json").read_text(encoding="utf-8")
+        )["costs"]
+    )
     return Device("one CPU thread", cpu=True, **known.get(adapter.partition("+")[0], known["lora"]))
 
 # %% ../../nbs/running/02_plan.ipynb #41953e6f
@@ -324,17 +514,28 @@ def kept_activations(
     e: int, # bytes of a number
     n: float = 0, # tokens of the longest row
 ) -> float:
-    "Bytes a token and layer kept for the pass back: two norms in float32, attention with keys and values repeated for all heads, its mask as numbers, the gated product, the adapter's inputs."
-    return 8 * shape.width + 4 * e * shape.attention + e * n + 3 * e * shape.mlp + e * adapter_inputs / shape.layers
+    """Bytes a token and layer kept for the pass back: two norms in float32, attention with keys and
+    values repeated for all heads, its mask as numbers, the gated product, the adapter's inputs."""
+    return (
+        8 * shape.width
+        + 4 * e * shape.attention
+        + e * n
+        + 3 * e * shape.mlp
+        + e * adapter_inputs / shape.layers
+    )
 
+# %% ../../nbs/running/02_plan.ipynb #fef450ea
 def gradients_on_the_way(
     shape: Shape,
     e: int, # bytes of a number
     rounded: int = 0, # widest input that is rounded to int8 in float32
 ) -> float:
-    "Bytes a token that the pass back of a layer holds at once beside what was kept: three gradients of the gated product and that of the layer, or four float32 of an input that is rounded."
+    """Bytes a token that the pass back of a layer holds at once beside what was kept: three
+    gradients of the gated product and that of the layer, or four float32 of an input that is
+    rounded."""
     return max(3 * e * shape.mlp, 16 * rounded) + e * shape.width
 
+# %% ../../nbs/running/02_plan.ipynb #6c32fdac
 def step_flops(
     shape: Shape,
     b: float, # rows
@@ -344,21 +545,31 @@ def step_flops(
 ) -> float:
     "Operations of one micro-batch: frozen weights, gradients of activations."
     c = int(recompute)
-    return b * n * ((4 + 2 * c) * shape.matrices + (12 + 4 * c) * shape.attention * shape.layers * n) + 4 * m * shape.head
+    return (
+        b * n * ((4 + 2 * c) * shape.matrices + (12 + 4 * c) * shape.attention * shape.layers * n)
+        + 4 * m * shape.head
+    )
 
+# %% ../../nbs/running/02_plan.ipynb #6920f655
 def int8_bytes(shape: Shape, config: RunConfig) -> int:
     "Bytes of the blocks' copy in eight bits, where an adapter gates blocks: one a weight."
     return shape.matrices if _gates_blocks(config) and config.adapter != "spectral" else 0
 
+# %% ../../nbs/running/02_plan.ipynb #81e39d38
 def ways(config: RunConfig) -> int: # 1 or 2
     "How often a token goes through a block in training: with three states in fp and in int8."
     states = config.adapter_config.get("states")
-    return 2 if _gates_blocks(config) and states is not None and {"int8", "fp"} <= set(states) else 1
+    return (
+        2 if _gates_blocks(config) and states is not None and {"int8", "fp"} <= set(states) else 1
+    )
 
-def _gates_blocks(config): return scope_of(config.adapter, config.preset, config.adapter_config) == "blocks"
+# %% ../../nbs/running/02_plan.ipynb #cc0bcd30
+def _gates_blocks(config):
+    return scope_of(config.adapter, config.preset, config.adapter_config) == "blocks"
 
 def dequantised_bytes(shape: Shape, config: RunConfig) -> float:
-    "Bytes that move when each 4-bit matrix is written out once and read: half a byte, and twice the two of bfloat16."
+    """Bytes that move when each 4-bit matrix is written out once and read: half a byte, and twice
+    the two of bfloat16."""
     return 4.5 * shape.matrices if config.quantisation == "nf4" else 0.
 
 # %% ../../nbs/running/02_plan.ipynb #08ba79c2
@@ -385,11 +596,19 @@ def step_seconds(
     t, s = of.config.training, of.shape
     b, c = t["per_device_train_batch_size"], bool(t["gradient_checkpointing"])
     n = n or longest(load.lengths, min(b, load.rows))
-    kept = b * n * s.layers * kept_activations(s, of.adapter.inputs, of.e) # each module reads its own input, however few are kept
-    passes, moved = 2 + c, 3 * kept + (2 + c) * (dequantised_bytes(s, of.config) or of.e * s.matrices)
-    one = ways(of.config) * (s.layers * passes * device.layer_s + step_flops(s, b, n, b * mean(load.targets), c) / device.flops + moved / device.bandwidth)
+    # each module reads its own input, however few are kept
+    kept = b * n * s.layers * kept_activations(s, of.adapter.inputs, of.e)
+    passes, moved = 2 + c, 3 * kept + (2 + c) * (
+        dequantised_bytes(s, of.config) or of.e * s.matrices
+    )
+    one = ways(of.config) * (
+        s.layers * passes * device.layer_s
+        + step_flops(s, b, n, b * mean(load.targets), c) / device.flops
+        + moved / device.bandwidth
+    )
     return device.step_s + t["gradient_accumulation_steps"] * one
 
+# %% ../../nbs/running/02_plan.ipynb #0f4b3aba
 def batch_seconds(
     of: Backbone,
     rows: float, # prompts of the batch
@@ -401,9 +620,16 @@ def batch_seconds(
     "Time of one evaluation batch."
     s, rows = of.shape, rows * beams # every beam reads the prompt
     read = dequantised_bytes(s, of.config) + of.weights
-    prefill = (rows * n * (2 * s.matrices + 4 * s.attention * s.layers * n) + 2 * rows * s.head) / device.flops + read / device.bandwidth
+    prefill = (
+        rows * n * (2 * s.matrices + 4 * s.attention * s.layers * n) + 2 * rows * s.head
+    ) / device.flops + read / device.bandwidth
     cache = rows * (n + g / 2) * 2 * s.keys * s.layers * of.e
-    token = device.token_s + s.layers * device.layer_s + 2 * rows * (s.matrices + s.head) / device.flops + (read + cache) / device.bandwidth
+    token = (
+        device.token_s
+        + s.layers * device.layer_s
+        + 2 * rows * (s.matrices + s.head) / device.flops
+        + (read + cache) / device.bandwidth
+    )
     return prefill + g * token
 
 # %% ../../nbs/running/02_plan.ipynb #9b66c540
@@ -417,21 +643,46 @@ def evaluations(
     schedule = evaluation_schedule(T, config.evaluation["after_tasks"])
     if p in ("zero_shot", "joint"): out = [[(t, t.eval_rows) for t in loads]]
     elif p == "single": out = [[(t, t.eval_rows)] for t in loads]
-    else: out = [[(t, t.eval_rows) for t in (loads[:i] if i in schedule and not fresh else loads[i - 1:i])] for i in range(1, T + 1)]
+    else:
+        out = [
+            [
+                (t, t.eval_rows)
+                for t in (loads[:i] if i in schedule and not fresh else loads[i - 1 : i])
+            ]
+            for i in range(1, T + 1)
+        ]
     final = [(t, t.final_rows) for t in loads if t.final_rows]
     return out + ([final] if final else [])
 
-def all_evaluations(config: RunConfig, loads: list[TaskLoad], fresh: bool = False) -> list[list[tuple]]: return evaluations(config, loads, fresh) + further_generations(config, loads)
+# %% ../../nbs/running/02_plan.ipynb #721c20a0
+def all_evaluations(
+    config: RunConfig, loads: list[TaskLoad], fresh: bool = False
+) -> list[list[tuple]]:
+    return evaluations(config, loads, fresh) + further_generations(config, loads)
 
+# %% ../../nbs/running/02_plan.ipynb #75d18474
 def further_generations(
     config: RunConfig, # resolved
     loads: list[TaskLoad],
 ) -> list[list[tuple]]: # per evaluation (task, rows)
     "Development rows every `eval_steps` of training, at most; the rows whose energy is counted."
     t, e, energy = config.training, config.evaluation, config.energy
-    chosen = [[(x, e["max_development_rows"])] for x in loads for _ in range(steps_of(config, x) // t["eval_steps"])] if t["eval_steps"] else []
-    return chosen + ([[(loads[0], min(energy["max_samples"] or loads[0].eval_rows, loads[0].eval_rows))]] if energy else [])
+    chosen = (
+        [
+            [(x, e["max_development_rows"])]
+            for x in loads
+            for _ in range(steps_of(config, x) // t["eval_steps"])
+        ]
+        if t["eval_steps"]
+        else []
+    )
+    return chosen + (
+        [[(loads[0], min(energy["max_samples"] or loads[0].eval_rows, loads[0].eval_rows))]]
+        if energy
+        else []
+    )
 
+# %% ../../nbs/running/02_plan.ipynb #72beccaa
 def evaluation_seconds(
     of: Backbone,
     evaluated: list[list[tuple]],
@@ -439,29 +690,48 @@ def evaluation_seconds(
     at_most: bool = False, # every answer as long as its cap
 ) -> float:
     "Time of all evaluations."
-    B, beams, total = of.config.evaluation["per_device_eval_batch_size"], of.config.evaluation["num_beams"], 0.
+    B, beams, total = (
+        of.config.evaluation["per_device_eval_batch_size"],
+        of.config.evaluation["num_beams"],
+        0.0,
+    )
     for pooled in evaluated:
         for cap in {t.cap for t, _ in pooled}:
             group = [(t, r) for t, r in pooled if t.cap == cap]
             rows = sum(r for _, r in group)
-            g = cap if at_most else sum(r * min(cap, longest(t.targets, min(B, r))) for t, r in group) / rows
+            g = (
+                cap
+                if at_most
+                else sum(r * min(cap, longest(t.targets, min(B, r))) for t, r in group) / rows
+            )
             n = sum(r * max(1, mean(t.lengths) - mean(t.targets)) for t, r in group) / rows
-            total += rows * device.row_s + math.ceil(math.ceil(rows / B) / of.config.training["num_processes"]) * batch_seconds(of, rows / math.ceil(rows / B), n, g, device, beams)
+            total += rows * device.row_s + math.ceil(
+                math.ceil(rows / B) / of.config.training["num_processes"]
+            ) * batch_seconds(of, rows / math.ceil(rows / B), n, g, device, beams)
     return total
 
 # %% ../../nbs/running/02_plan.ipynb #8a0964ec
-def layer_bytes(of: Backbone, b: int, n: int) -> float: return ways(of.config) * b * n * kept_activations(of.shape, of.adapter.kept, of.e, n) # what one layer keeps of b rows of n tokens
+def layer_bytes(of: Backbone, b: int, n: int) -> float:
+    # what one layer keeps of b rows of n tokens
+    return ways(of.config) * b * n * kept_activations(of.shape, of.adapter.kept, of.e, n)
 
+# %% ../../nbs/running/02_plan.ipynb #ab159116
 def held_bytes(
     of: Backbone,
     b: int, # rows
     n: int, # tokens of the longest
 ) -> float:
-    "What is held for the pass back when the forward ends; under checkpointing one input a layer, and the last norm's in float32."
+    """What is held for the pass back when the forward ends; under checkpointing one input a layer,
+    and the last norm's in float32."""
     s, tokens = of.shape, b * n
-    layers = tokens * s.width * (s.layers * of.e + 4) if of.config.training["gradient_checkpointing"] else s.layers * layer_bytes(of, b, n)
+    layers = (
+        tokens * s.width * (s.layers * of.e + 4)
+        if of.config.training["gradient_checkpointing"]
+        else s.layers * layer_bytes(of, b, n)
+    )
     return layers + tokens * of.adapter.gates
 
+# %% ../../nbs/running/02_plan.ipynb #f23358f5
 def training_bytes(
     of: Backbone,
     b: int, # rows
@@ -470,20 +740,33 @@ def training_bytes(
 ) -> dict[str, float]: # part → bytes
     "What a step holds at its largest moment, beside parameters and their gradients."
     s, held = of.shape, held_bytes(of, b, n)
-    again = layer_bytes(of, b, n) - 4 * b * n * s.width if of.config.training["gradient_checkpointing"] else 0 # the last norm is done with by then
-    entered = {"activations": held + again, "gradients on their way": b * n * gradients_on_the_way(s, of.e, of.adapter.rounded)}
+    # the last norm is done with by then
+    again = (
+        layer_bytes(of, b, n) - 4 * b * n * s.width
+        if of.config.training["gradient_checkpointing"]
+        else 0
+    )
+    entered = {
+        "activations": held + again,
+        "gradients on their way": b * n * gradients_on_the_way(s, of.e, of.adapter.rounded),
+    }
     ended = dict(activations=held, logits=(12 + of.e) * b * m * s.head / s.width)
     return max(entered, ended, key=lambda parts: sum(parts.values()))
 
+# %% ../../nbs/running/02_plan.ipynb #96c2805e
 def evaluation_bytes(
     of: Backbone,
     n: int, # tokens of the longest prompt
     g: int, # generated tokens at most
 ) -> tuple[float, float]: # keys and values at the end; a layer's work on the prompts
-    "What a batch of evaluation holds: at most, since the prompts' work is over before the last key is written."
+    """What a batch of evaluation holds: at most, since the prompts' work is over before the last
+    key is written."""
     s, e, B = of.shape, of.config.evaluation, of.config.evaluation["per_device_eval_batch_size"]
-    rows = max([B * e["num_beams"], *of.config.energy.get("latency_batch_sizes", [])]) # of an evaluation, or of a request that is timed
-    return rows * (n + g) * 2 * s.keys * s.layers * of.e, rows * n * ((4 * s.width + 3 * s.mlp) * of.e + of.adapter.reading)
+    # of an evaluation, or of a request that is timed
+    rows = max([B * e["num_beams"], *of.config.energy.get("latency_batch_sizes", [])])
+    return rows * (n + g) * 2 * s.keys * s.layers * of.e, rows * n * (
+        (4 * s.width + 3 * s.mlp) * of.e + of.adapter.reading
+    )
 
 # %% ../../nbs/running/02_plan.ipynb #44592828
 CARD_BYTES = .5e9
@@ -496,12 +779,24 @@ def memory_parts(
     "Peak memory of a run, by parts."
     s, new = of.shape, max(t.cap for t in loads)
     written = 2 * max(s.width * s.mlp, s.width**2) if of.config.quantisation == "nf4" else 0
-    training = training_bytes(of, of.config.training["per_device_train_batch_size"], max_length, new) if of.config.protocol != "zero_shot" else {}
-    reading = {"keys, values and prompts of an evaluation": sum(evaluation_bytes(of, max_length, new))}
+    training = (
+        training_bytes(of, of.config.training["per_device_train_batch_size"], max_length, new)
+        if of.config.protocol != "zero_shot"
+        else {}
+    )
+    reading = {
+        "keys, values and prompts of an evaluation": sum(evaluation_bytes(of, max_length, new))
+    }
     largest = max(reading, training, key=lambda parts: sum(parts.values()))
     beside = max(0, of.adapter.state - 4 * of.adapter.trained)
     twin = {"weights in int8": n} if (n := int8_bytes(s, of.config)) else {}
-    return dict(weights=of.weights) | twin | dict(adapter=of.adapter.trained * 16 + of.adapter.copied * 4 + beside) | largest | dict(workspace=written + CARD_BYTES)
+    return (
+        dict(weights=of.weights)
+        | twin
+        | dict(adapter=of.adapter.trained * 16 + of.adapter.copied * 4 + beside)
+        | largest
+        | dict(workspace=written + CARD_BYTES)
+    )
 
 # %% ../../nbs/running/02_plan.ipynb #9a1fbade
 @dataclass
@@ -521,54 +816,96 @@ class Plan:
     notes: list # texts
     trial: object = None # the Plan of one trial, where a search comes first
 
+# %% ../../nbs/running/02_plan.ipynb #2316b684
 def lenient(
     parameters: dict, # of a run
 ) -> tuple[RunConfig, list]: # resolved; messages about what has to be there when the run begins
-    "Resolve a run before the run that it takes its budget from has ended; other mistakes are errors as always."
+    """Resolve a run before the run that it takes its budget from has ended; other mistakes are
+    errors as always."""
     later = []
     return resolve(dict(parameters), later=later), later
 
 # %% ../../nbs/running/02_plan.ipynb #30514761
-def trained_loads(config: RunConfig, loads: list[TaskLoad]) -> list[TaskLoad]: # as trained one after another
+# as trained one after another
+def trained_loads(config: RunConfig, loads: list[TaskLoad]) -> list[TaskLoad]:
     "The rows that each task is trained on: under replay with those kept of the tasks before it."
     if config.protocol != "replay": return loads
     kept = accumulate((n_kept(t.rows, config.replay_share) for t in loads), initial=0)
     return [replace(t, rows=t.rows + n) for t, n in zip(loads, kept)]
 
+# %% ../../nbs/running/02_plan.ipynb #bec2af72
 def replay_bytes(config: RunConfig, loads: list[TaskLoad]) -> int:
     "Bytes of all rows that are kept at the end."
-    return round(sum(n_kept(t.rows, config.replay_share) * row_bytes(round(mean(t.lengths))) for t in loads)) if config.protocol == "replay" else 0
+    return (
+        round(
+            sum(
+                n_kept(t.rows, config.replay_share) * row_bytes(round(mean(t.lengths)))
+                for t in loads
+            )
+        )
+        if config.protocol == "replay"
+        else 0
+    )
 
-def steps_of(config: RunConfig, load: TaskLoad) -> int: # under joint a task's share of all steps, which are as many as in sequence
+# %% ../../nbs/running/02_plan.ipynb #55d576ff
+# under joint a task's share of all steps, which are as many as in sequence
+def steps_of(config: RunConfig, load: TaskLoad) -> int:
     "Optimiser steps of a task."
     t = config.training
     if config.protocol == "zero_shot": return 0
-    steps = math.ceil(math.ceil(load.rows / t["per_device_train_batch_size"]) / micro_batches_of_step(t)) * t["num_train_epochs"]
+    steps = (
+        math.ceil(
+            math.ceil(load.rows / t["per_device_train_batch_size"]) / micro_batches_of_step(t)
+        )
+        * t["num_train_epochs"]
+    )
     return steps if t["max_steps"] < 0 else min(steps, t["max_steps"])
 
+# %% ../../nbs/running/02_plan.ipynb #a7007ae4
 def seconds(
     of: Backbone,
     loads: list[TaskLoad],
     device: Device,
-    max_length: int | None = None, # take every row for so long and every answer for as long as its cap; None: expected lengths
+    # take every row for so long and every answer for as long as its cap; None: expected lengths
+    max_length: int | None = None,
 ) -> dict[str, float]: # training, evaluation, rest
     "Time of a run by its parts."
-    training = sum(steps_of(of.config, t) * step_seconds(of, t, device, max_length) for t in trained_loads(of.config, loads))
-    of_tasks = 0. if of.config.protocol == "zero_shot" else sum(device.task_s + device.task_steps * step_seconds(of, t, device, max_length) for t in loads)
+    training = sum(
+        steps_of(of.config, t) * step_seconds(of, t, device, max_length)
+        for t in trained_loads(of.config, loads)
+    )
+    of_tasks = (
+        0.0
+        if of.config.protocol == "zero_shot"
+        else sum(
+            device.task_s + device.task_steps * step_seconds(of, t, device, max_length)
+            for t in loads
+        )
+    )
     evaluated = all_evaluations(of.config, loads, of.adapter.keeps_answers and max_length is None)
-    return dict(training=training, evaluation=evaluation_seconds(of, evaluated, device, max_length is not None), rest=of_tasks + latency_seconds(of, loads, device) + device.start_s)
+    return dict(
+        training=training,
+        evaluation=evaluation_seconds(of, evaluated, device, max_length is not None),
+        rest=of_tasks + latency_seconds(of, loads, device) + device.start_s,
+    )
 
+# %% ../../nbs/running/02_plan.ipynb #35e0d124
 def latency_seconds(of: Backbone, loads: list[TaskLoad], device: Device) -> float:
     "Time of the rows whose latency is taken, in a study of energy."
     energy = of.config.energy
     if not energy: return 0.
     prompt = mean(loads[0].lengths) - mean(loads[0].targets)
-    return sum(-(-energy["latency_samples"] // b) * batch_seconds(of, b, prompt, energy["latency_new_tokens"], device) for b in energy["latency_batch_sizes"])
+    return sum(
+        -(-energy["latency_samples"] // b)
+        * batch_seconds(of, b, prompt, energy["latency_new_tokens"], device)
+        for b in energy["latency_batch_sizes"]
+    )
 
 # %% ../../nbs/running/02_plan.ipynb #db869012
 def make_plan(
     parameters: dict, # of a run, as for run_continual
-    on: list[Device] | None = None, # None: the cards of the table, or the CPU for the shipped backbone
+    # None: the cards of the table, or the CPU for the shipped backbone
+    on: list[Device] | None = None,
 ) -> Plan:
     "Plan a run; nothing is downloaded and nothing written."
     config, refused = lenient(parameters)
@@ -578,49 +915,137 @@ def make_plan(
     loads = task_loads(config, max_length)
     on = on or ([cpu_device(config.adapter)] if config.model == "mini" else devices())
     of = Backbone(shape, adapter_size(config, model_cfg, len(loads)), config, on[0].cpu)
-    hours = {d.name: tuple(sum(seconds(of, loads, d, n).values()) / 3600 for n in (None, max_length)) for d in on}
+    hours = {
+        d.name: tuple(sum(seconds(of, loads, d, n).values()) / 3600 for n in (None, max_length))
+        for d in on
+    }
     generations = sum(r for e in all_evaluations(config, loads) for _, r in e)
-    return Plan(config, of, loads, sum(steps_of(config, t) for t in trained_loads(config, loads)), generations, _tokens(config, loads), _flops(of, loads), memory_parts(of, loads, max_length), hours, _downloads(config, shape, loads), refused, _notes(config, loads, of), _trial_plan(config, on))
+    return Plan(
+        config,
+        of,
+        loads,
+        sum(steps_of(config, t) for t in trained_loads(config, loads)),
+        generations,
+        _tokens(config, loads),
+        _flops(of, loads),
+        memory_parts(of, loads, max_length),
+        hours,
+        _downloads(config, shape, loads),
+        refused,
+        _notes(config, loads, of),
+        _trial_plan(config, on),
+    )
 
+# %% ../../nbs/running/02_plan.ipynb #f7b73ef9
 def _trial_plan(config, on):
     if not config.n_trials: return None
     s, quick = config.search, config.evaluation | dict(after_tasks=None, final_eval_rows=None)
     untimed = config.energy and config.energy | dict(latency_samples=0)
-    return make_plan(asdict(config) | dict(stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", run_id="", evaluation=quick, energy=untimed), on)
+    return make_plan(
+        asdict(config)
+        | dict(
+            stream=s["stream"],
+            source="",
+            n_tasks=s["n_tasks"],
+            n_trials=0,
+            search={},
+            tracker="off",
+            run_id="",
+            evaluation=quick,
+            energy=untimed,
+        ),
+        on,
+    )
 
-def search_runs(config: RunConfig) -> int: # at most: trials, and the finalists and the start over further pairs
+# %% ../../nbs/running/02_plan.ipynb #52c70c5c
+# at most: trials, and the finalists and the start over further pairs
+def search_runs(config: RunConfig) -> int:
     "Runs of a search."
-    return config.n_trials + (config.search["finalists"] + 1) * (config.search["pairs"] - 1) if config.n_trials else 0
+    return (
+        config.n_trials + (config.search["finalists"] + 1) * (config.search["pairs"] - 1)
+        if config.n_trials
+        else 0
+    )
 
+# %% ../../nbs/running/02_plan.ipynb #f242d571
 def _tokens(config, loads):
     t = config.training
-    trained = sum(steps_of(config, x) * t["per_device_train_batch_size"] * micro_batches_of_step(t) * mean(x.lengths) for x in trained_loads(config, loads))
-    read = sum(r * (mean(x.lengths) - mean(x.targets)) for e in all_evaluations(config, loads) for x, r in e)
-    return dict(training=trained, prompts=read, answers=sum(r * min(x.cap, mean(x.targets)) for e in all_evaluations(config, loads) for x, r in e))
+    trained = sum(
+        steps_of(config, x)
+        * t["per_device_train_batch_size"]
+        * micro_batches_of_step(t)
+        * mean(x.lengths)
+        for x in trained_loads(config, loads)
+    )
+    read = sum(
+        r * (mean(x.lengths) - mean(x.targets))
+        for e in all_evaluations(config, loads)
+        for x, r in e
+    )
+    return dict(
+        training=trained,
+        prompts=read,
+        answers=sum(
+            r * min(x.cap, mean(x.targets)) for e in all_evaluations(config, loads) for x, r in e
+        ),
+    )
 
+# %% ../../nbs/running/02_plan.ipynb #24c47b1a
 def _flops(of, loads):
     t, tokens = of.config.training, _tokens(of.config, loads)
     b, c = t["per_device_train_batch_size"], bool(t["gradient_checkpointing"])
-    trained = sum(steps_of(of.config, x) * micro_batches_of_step(t) * step_flops(of.shape, b, longest(x.lengths, b), b * mean(x.targets), c) for x in trained_loads(of.config, loads))
-    return dict(training=trained, evaluation=2 * (tokens["prompts"] + tokens["answers"]) * of.shape.matrices + 2 * tokens["answers"] * of.shape.head)
+    trained = sum(
+        steps_of(of.config, x)
+        * micro_batches_of_step(t)
+        * step_flops(of.shape, b, longest(x.lengths, b), b * mean(x.targets), c)
+        for x in trained_loads(of.config, loads)
+    )
+    return dict(
+        training=trained,
+        evaluation=2 * (tokens["prompts"] + tokens["answers"]) * of.shape.matrices
+        + 2 * tokens["answers"] * of.shape.head,
+    )
 
 # %% ../../nbs/running/02_plan.ipynb #f359496b
 def _downloads(config, shape, loads):
     out = []
-    if model_folder(config.model) is None: out.append(f"model {config.model} at {config.model_revision or 'its newest commit'}: {2 * shape.parameters / 1e9:.1f} GB in bfloat16, unless it is cached")
-    if config.source == "hub": out.append(f"{len({t.repo for t in loads if t.repo})} data sets of the hub, unless they are cached: " + ", ".join(sorted({t.repo for t in loads if t.repo})))
+    if model_folder(config.model) is None:
+        out.append(
+            f"model {config.model} at {config.model_revision or 'its newest commit'}: "
+            f"{2 * shape.parameters / 1e9:.1f} GB in bfloat16, unless it is cached"
+        )
+    if config.source == "hub":
+        out.append(
+            f"{len({t.repo for t in loads if t.repo})} data sets of the hub, unless they "
+            "are cached: " + ", ".join(sorted({t.repo for t in loads if t.repo}))
+        )
     return out
 
+# %% ../../nbs/running/02_plan.ipynb #e4fae738
 def _notes(config, loads, of):
     unknown = [t.name for t in loads if not t.counted]
     out = [f"rows are upper bounds (the caps) for {', '.join(unknown)}"] if unknown else []
-    if config.source == "hub" or model_folder(config.model) is None: out.append(f"lengths are typical ones of such data at {CHARACTERS_A_TOKEN} characters a token")
-    if _reuses(config, of): out.append("an answer is kept where nothing that acts on its prompt has changed: the hours expect new ones only for the task just learned, at most all")
-    if kept := replay_bytes(config, loads): out.append(f"rows kept for replay take about {kept / 1e6:.3f} MB beside the adapter at the end; steps are counted in the order of the stream's file")
-    if config.quantisation == "nf4" and find_spec("bitsandbytes") is None: out.append("bitsandbytes is not installed here")
+    if config.source == "hub" or model_folder(config.model) is None:
+        out.append(
+            f"lengths are typical ones of such data at {CHARACTERS_A_TOKEN} characters a " "token"
+        )
+    if _reuses(config, of):
+        out.append(
+            "an answer is kept where nothing that acts on its prompt has changed: the "
+            "hours expect new ones only for the task just learned, at most all"
+        )
+    if kept := replay_bytes(config, loads):
+        out.append(
+            f"rows kept for replay take about {kept / 1e6:.3f} MB beside the adapter at "
+            "the end; steps are counted in the order of the stream's file"
+        )
+    if config.quantisation == "nf4" and find_spec("bitsandbytes") is None:
+        out.append("bitsandbytes is not installed here")
     return out
 
-def _reuses(config, of): return of.adapter.keeps_answers and config.protocol in ("sequential", "replay")
+# %% ../../nbs/running/02_plan.ipynb #c940fadd
+def _reuses(config, of):
+    return of.adapter.keeps_answers and config.protocol in ("sequential", "replay")
 
 def _many(x): return f"{x / 1e6:,.1f} M" if x >= 1e6 else f"{x:,.0f}"
 
@@ -628,52 +1053,141 @@ def plan_numbers(
     plan: Plan,
 ) -> dict:
     "A plan's figures as plain data."
-    return dict(run_id=plan.config.run_id, steps=plan.steps, generations=plan.generations, tokens=plan.tokens, flops=plan.flops, memory_bytes=plan.memory, hours={d: list(h) for d, h in plan.hours.items()},
-                trained_parameters=plan.of.adapter.trained, adapter_bytes=plan.of.adapter.state, downloads=plan.downloads, refused=plan.refused, notes=plan.notes) | ({"search_hours": {d: [search_runs(plan.config) * h for h in hours] for d, hours in plan.trial.hours.items()}} if plan.trial else {})
+    return dict(
+        run_id=plan.config.run_id,
+        steps=plan.steps,
+        generations=plan.generations,
+        tokens=plan.tokens,
+        flops=plan.flops,
+        memory_bytes=plan.memory,
+        hours={d: list(h) for d, h in plan.hours.items()},
+        trained_parameters=plan.of.adapter.trained,
+        adapter_bytes=plan.of.adapter.state,
+        downloads=plan.downloads,
+        refused=plan.refused,
+        notes=plan.notes,
+    ) | (
+        {
+            "search_hours": {
+                d: [search_runs(plan.config) * h for h in hours]
+                for d, hours in plan.trial.hours.items()
+            }
+        }
+        if plan.trial
+        else {}
+    )
 
 # %% ../../nbs/running/02_plan.ipynb #142c80bd
 def plan_text(
     plan: Plan,
 ) -> str:
     "A plan as a small table."
-    c, s, n, most = plan.config, plan.of.shape, plan.tokens, "at most " * _reuses(plan.config, plan.of)
-    lines = [("run", c.run_id), ("backbone", f"{c.model}, {s.parameters / 1e6:,.0f} M parameters, {s.layers} layers of width {s.width}, held in {c.quantisation if c.quantisation != 'none' else c.dtype}"),
-             ("tasks", f"{len(plan.loads)} of {c.stream}, {sum(t.rows for t in plan.loads):,} training rows"),
-             ("steps", f"{plan.steps:,} of {c.training['per_device_train_batch_size'] * micro_batches_of_step(c.training)} rows; {_many(n['training'])} tokens, {plan.flops['training']:.1e} operations"),
-             ("evaluation", f"{most}{plan.generations:,} generations; {_many(n['prompts'])} tokens read, about {_many(n['answers'])} written, {plan.flops['evaluation']:.1e} operations"),
-             ("adapter", f"{plan.of.adapter.trained:,} parameters in training, {plan.of.adapter.state / 1e6:.3f} MB between tasks"),
-             ("memory", f"{sum(plan.memory.values()) / 1e9:.1f} GB at most{' on each card' * (c.training['num_processes'] > 1)}: " + ", ".join(f"{k} {v / 1e9:.2f}" for k, v in plan.memory.items()))]
-    fits = lambda name: "" if all(d.name != name or d.memory > sum(plan.memory.values()) for d in devices()) else ", **does not fit**"
+    c, s, n, most = (
+        plan.config,
+        plan.of.shape,
+        plan.tokens,
+        "at most " * _reuses(plan.config, plan.of),
+    )
+    lines = [
+        ("run", c.run_id),
+        (
+            "backbone",
+            f"{c.model}, {s.parameters / 1e6:,.0f} M parameters, {s.layers} layers of width "
+            f"{s.width}, held in {c.quantisation if c.quantisation != 'none' else c.dtype}",
+        ),
+        (
+            "tasks",
+            f"{len(plan.loads)} of {c.stream}, {sum(t.rows for t in plan.loads):,} training "
+            "rows",
+        ),
+        (
+            "steps",
+            f"{plan.steps:,} of "
+            f"{c.training['per_device_train_batch_size'] * micro_batches_of_step(c.training)} "
+            f"rows; {_many(n['training'])} tokens, {plan.flops['training']:.1e} operations",
+        ),
+        (
+            "evaluation",
+            f"{most}{plan.generations:,} generations; {_many(n['prompts'])} tokens read, about "
+            f"{_many(n['answers'])} written, {plan.flops['evaluation']:.1e} operations",
+        ),
+        (
+            "adapter",
+            f"{plan.of.adapter.trained:,} parameters in training, "
+            f"{plan.of.adapter.state / 1e6:.3f} MB between tasks",
+        ),
+        (
+            "memory",
+            f"{sum(plan.memory.values()) / 1e9:.1f} GB at "
+            f"most{' on each card' * (c.training['num_processes'] > 1)}: "
+            + ", ".join(f"{k} {v / 1e9:.2f}" for k, v in plan.memory.items()),
+        ),
+    ]
+    fits = lambda name: (
+        ""
+        if all(d.name != name or d.memory > sum(plan.memory.values()) for d in devices())
+        else ", **does not fit**"
+    )
     show = lambda h: f"{h:.1f} h" if h >= 1 else f"{60 * h:.1f} min"
     cards = f"{c.training['num_processes']} × " * (c.training["num_processes"] > 1)
-    lines += [(f"on {cards}{d}", f"about {show(h)}, at most {show(most)}{fits(d)}") for d, (h, most) in plan.hours.items()]
+    lines += [
+        (f"on {cards}{d}", f"about {show(h)}, at most {show(most)}{fits(d)}")
+        for d, (h, most) in plan.hours.items()
+    ]
     if plan.trial:
-        lines.append(("search before it", f"at most {search_runs(c)} runs of {len(plan.trial.loads)} tasks of {c.search['stream']}, {plan.trial.steps:,} steps each"))
-        lines += [(f"on {d}", f"about {show(search_runs(c) * h)}, at most {show(search_runs(c) * most)}; pruning saves some") for d, (h, most) in plan.trial.hours.items()]
-    lines += [("downloads", d) for d in plan.downloads or ["none"]] + [("note", x) for x in plan.notes] + [("refused", x) for x in plan.refused or ["nothing: this run can start"]]
+        lines.append(
+            (
+                "search before it",
+                f"at most {search_runs(c)} runs of {len(plan.trial.loads)} tasks of "
+                f"{c.search['stream']}, {plan.trial.steps:,} steps each",
+            )
+        )
+        lines += [
+            (
+                f"on {d}",
+                f"about {show(search_runs(c) * h)}, at most {show(search_runs(c) * most)}; "
+                "pruning saves some",
+            )
+            for d, (h, most) in plan.trial.hours.items()
+        ]
+    lines += (
+        [("downloads", d) for d in plan.downloads or ["none"]]
+        + [("note", x) for x in plan.notes]
+        + [("refused", x) for x in plan.refused or ["nothing: this run can start"]]
+    )
     return "\n".join(f"{k:18} {v}" for k, v in lines)
 
 # %% ../../nbs/running/02_plan.ipynb #61aaffc5
 def read_arguments(
     arguments: list, # run files, laid over one another, and name=value with dots for nested ones
 ) -> dict: # parameters
-    "The parameters that a command line names; nothing behind the = is an empty text, `null` is None."
+    """The parameters that a command line names; nothing behind the = is an empty text, `null` is
+    None."""
     import yaml
     out = {}
     for a in arguments:
         name, is_value, value = a.partition("=")
         if not is_value: out |= _read(a)
-        elif "." in name: out.setdefault(name.partition(".")[0], {})[name.partition(".")[2]] = yaml.safe_load(value) if value else ""
+        elif "." in name:
+            out.setdefault(name.partition(".")[0], {})[name.partition(".")[2]] = (
+                yaml.safe_load(value) if value else ""
+            )
         else: out[name] = yaml.safe_load(value) if value else ""
     return out
 
+# %% ../../nbs/running/02_plan.ipynb #8347c867
 def _read(path):
     import yaml
     try: values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e: raise ValueError(f"run file {path} cannot be read: {e}") from e
-    if not isinstance(values, dict): raise ValueError(f"run file {path} holds {type(values).__name__}, expected names and values")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise ValueError(f"run file {path} cannot be read: {e}") from e
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"run file {path} holds {type(values).__name__}, expected names and values"
+        )
     return values
 
+# %% ../../nbs/running/02_plan.ipynb #09c91089
 def main(
     arguments: list, # of the command line
 ) -> int: # exit status

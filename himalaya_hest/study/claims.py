@@ -23,6 +23,7 @@ import yaml
 
 from .curves import stopped_after
 from ..compare.large import large_adapter, large_bytes
+from ..himalaya.config import Settings, flat_of
 from ..himalaya.packing import fill_of, packed_bytes
 from ..compare.pairs import bca_interval, by_pair, holm, method_of, sign_flip_p
 from ..measures.records import Table
@@ -402,9 +403,9 @@ NORM_LIMIT = 1.05
 
 def _settings_told(e, name, form):
     "What a form was measured with, where the comparison's runs of its preset had something else."
-    # settings that were not noted cannot be compared
     if lack := [
-        k for k in ("gamma", "learning_rate", "training", "adapter_config", "exchanged")
+        k
+        for k in ("gamma", "learning_rate", "training", "adapter_config", "exchanged")
         if k not in form
     ]:
         return f"settings not recorded ({', '.join(lack)})"
@@ -412,17 +413,14 @@ def _settings_told(e, name, form):
     runs = e.of("himalaya" if preset == "default" else f"himalaya {preset}")
     if not runs: return ""
     c = next(iter(runs.values()))["config"]
+    set_ = flat_of(c)
     text = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)
-    # of the training only what both have said; of the adapter all, but for what the form exchanged
-    ours, theirs = (
-        dict(gamma=form["gamma"]) | form["training"],
-        dict(gamma=c.get("adapter_config", {}).get("gamma", 4.0)) | c.get("training", {}),
-    )
+    ours, theirs = dict(gamma=form["gamma"]) | form["training"], dict(
+        gamma=set_.get("gamma", Settings.gamma)
+    ) | c.get("training", {})
     own = {
-        k: (form["adapter_config"].get(k, "unset"), c.get("adapter_config", {}).get(k, "unset"))
-        for k in sorted(
-            {*form["adapter_config"], *c.get("adapter_config", {})} - {"gamma", *form["exchanged"]}
-        )
+        k: (form["adapter_config"].get(k, "unset"), set_.get(k, "unset"))
+        for k in sorted({*form["adapter_config"], *set_} - {"gamma", *form["exchanged"]})
     }
     differ = [
         f"{k} {text(a)}, not {text(b)}"

@@ -817,25 +817,33 @@ def _bounded(record):
 # %% ../../nbs/study/05_energy_claims.ipynb #6176954a
 def bound_kept(e: EnergyEvidence, scope: str, part: str) -> Finding:
     "HEST's largest sample over its bound, over all settings of HEST with a bucket."
-    # runs with a bucket and a bound, whose samples were measured one by one
     runs = [
-        (m, r) for m in e.named("hest", scope) for r in getattr(e, scope)[m].values()
-        if _bounded(r) and r["config"].get("e_max") and r["energy"].get("scope_energy_share")
+        (m, r)
+        for m in e.named("hest", scope)
+        for r in getattr(e, scope)[m].values()
+        if _bounded(r)
+        and r["config"]["adapter_config"].get("e_max")
+        and r["energy"].get("scope_energy_share")
     ]
     f = _finding(
-        e, part, f"Gates over {scope}: HEST never above E_max", {m: 0 for m, _ in runs}, scope,
+        e,
+        part,
+        f"Gates over {scope}: HEST never above E_max",
+        {m: 0 for m, _ in runs},
+        scope,
         unit="of E_max",
     )
     if runs:
-        # each run by its own bound
         use = {
             r["run_id"]: max(
                 r["summary"]["scope_energy_share_max"], *r["energy"]["scope_energy_share"]
             )
-            / r["config"]["e_max"] for _, r in runs
+            / r["config"]["adapter_config"]["e_max"]
+            for _, r in runs
         }
         f.n, f.figure, f.here = (
-            sum(len(r["energy"]["scope_energy_share"]) for _, r in runs), max(use.values()),
+            sum(len(r["energy"]["scope_energy_share"]) for _, r in runs),
+            max(use.values()),
             HOLDS if max(use.values()) <= 1 + TOLERANCE else FAILS,
         )
         f.told = (
@@ -853,10 +861,12 @@ def overshoot(e: EnergyEvidence, scope: str, part: str) -> Finding:
     )
     runs = [r["summary"] for r in getattr(e, scope).get(tabs, {}).values()]
     if not runs: return f
-    # within a run: the largest sample over the mean of all
     found = interval_of([s["scope_energy_share_max"] / s["scope_energy_share"] for s in runs])
     return _said(
-        f, len(runs), found, ruled(*found[1:], 1.8, above=True),
+        f,
+        len(runs),
+        found,
+        ruled(*found[1:], 1.8, above=True),
         f"largest of any pair {max(s['scope_energy_share_max'] for s in runs):.3f}, mean "
         f"{np.mean([s['scope_energy_share'] for s in runs]):.3f}",
         "held to 1.8",

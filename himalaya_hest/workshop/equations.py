@@ -23,7 +23,7 @@ import yaml
 
 # %% ../../nbs/workshop/09_equations.ipynb #bd3602a5
 PACKAGE = Path(importlib.util.find_spec("himalaya_hest").origin).parent
-SHELL = ("himalaya.tuner",) # what makes it a PEFT method
+SHELL = ("himalaya.tuner", "bridge.routed") # what makes it a PEFT method
 
 def file_of(module: str, folder: Path = PACKAGE) -> Path:
     return folder/f"{module.replace('.', '/')}.py"
@@ -32,18 +32,23 @@ def file_of(module: str, folder: Path = PACKAGE) -> Path:
 def method_modules(
     folder: Path = PACKAGE, # of exported modules
 ) -> tuple: # names, by the number of their notebook
-    """The plain torch of the method: the floor `himalaya`, the shell apart, with the linear algebra
-    and the quantisation it stands on."""
+    """The plain torch of the method: the floor `himalaya`, the shell apart, with the linear
+    algebra, the quantisation and the reading of prompts that it stands on."""
     def notebook(path):
         return re.search(
-            r"File to edit: (?:\.\./)+nbs/[\w/]*?(\w+)\.ipynb", path.read_text(encoding="utf-8"))
-    # a file without that line was not made from a notebook and is none of the method's
+            r"File to edit: (?:\.\./)+nbs/[\w/]*?(\w+)\.ipynb", path.read_text(encoding="utf-8")
+        )
     place = {
         ".".join(p.relative_to(folder).with_suffix("").parts): m[1]
-        for p in folder.glob("himalaya/**/*.py") if (m := notebook(p))
+        for p in folder.glob("himalaya/**/*.py")
+        if (m := notebook(p))
     }
-    return ("ground.linalg", "ground.quant",
-            *sorted((m for m in place if m not in SHELL), key=place.get))
+    return (
+        "ground.linalg",
+        "ground.quant",
+        "bridge.prompt",
+        *sorted((m for m in place if m not in SHELL), key=place.get),
+    )
 
 # %% ../../nbs/workshop/09_equations.ipynb #ca0d4b23
 def module_and_path(
@@ -65,7 +70,7 @@ class Equation:
     part: str # of the method
     formula: str # KaTeX, without dollars and vertical bars
     source: str # who published it, or which preset of ours it belongs to
-    # exported names that compute it, as floor.module.name; the first is the one to look at first
+    # exported names that compute it, as floor.module.name; the first one first of all
     functions: list[str]
     notebook: str # whose tests mention them
 
@@ -76,12 +81,13 @@ def load_equations(
     "The rows, in their order; `ValueError` for a row with other keys."
     out = []
     for part, rows in yaml.safe_load(
-            (path or PACKAGE/"workshop"/"equations.yaml").read_text(encoding="utf-8")).items():
+        (path or PACKAGE / "data" / "equations.yaml").read_text(encoding="utf-8")
+    ).items():
         for row in rows:
             if row.keys() != {"formula", "source", "functions", "notebook"}:
                 raise ValueError(
-                    f"a row of {part!r} has the keys {', '.join(row)}; "
-                    "expected formula, source, functions and notebook"
+                    f"a row of {part!r} has the keys {', '.join(row)}; expected formula, "
+                    "source, functions and notebook"
                 )
             out.append(Equation(part, **row))
     return out
@@ -156,15 +162,21 @@ def users(
     class."""
     def uses(node): return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
     nodes, found = [
-        n for n in tree.body
-        if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != name
+        n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != name
     ], set()
-    # a method that uses the name is a door; a subclass is one as a whole
+    def name_of(f): # a method that is patched in goes by its class, as those inside it do
+        of = (
+            f.args.args[0].annotation
+            if any("patch" in ast.unparse(d) for d in f.decorator_list)
+            else None
+        )
+        return f.name if of is None else ast.unparse(of)
     for n in nodes:
-        if isinstance(n, ast.FunctionDef): found |= {n.name} if uses(n) else set()
+        if isinstance(n, ast.FunctionDef): found |= {name_of(n)} if uses(n) else set()
         else:
             found |= {
-                n.name if m.name in ("forward", "__init__") else m.name for m in n.body
+                n.name if m.name in ("forward", "__init__") else m.name
+                for m in n.body
                 if isinstance(m, ast.FunctionDef) and uses(m)
             } | ({n.name} if any(map(uses, n.bases)) else set())
     return found

@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['POLICIES', 'conjugate_gradients', 'imprint', 'blocks', 'drop_', 'move_slot_', 'imprint_', 'rotate_', 'Merged',
-           'merge', 'merge_', 'Freed', 'slot_to_free', 'pair_losses']
+           'merge', 'merge_', 'Freed', 'slot_to_free', 'pair_losses', 'Room', 'give_up', 'AllSlots']
 
 # %% ../../../nbs/himalaya/published/07_consolidation.ipynb #a59bc10c
+import warnings
+from dataclasses import dataclass
 from typing import Callable, NamedTuple
 
 import torch
@@ -37,9 +39,14 @@ def imprint(
     fisher: Tensor, # (d,) ≥ 0: mean square of ∂L/∂r over sequences
     n_steps: int = 20,
 ) -> tuple[Tensor, float]: # δ (K_c,), and the share of aᵀFa that it does not hold
-    "Weights of the core atoms that stand in for an atom; a Fisher of zeros gives δ = 0 and counts as all lost."
+    """Weights of the core atoms that stand in for an atom; a Fisher of zeros gives δ = 0 and counts
+    as all lost."""
     if core.shape[1:] != atom.shape or fisher.shape != atom.shape or bool((fisher < 0).any()):
-        raise ValueError(f"imprint got atom {tuple(atom.shape)}, core {tuple(core.shape)}, fisher {tuple(fisher.shape)}; expected (d,), (K_c, d) and (d,) without negative entries")
+        raise ValueError(
+            f"imprint got atom {tuple(atom.shape)}, core {tuple(core.shape)}, fisher "
+            f"{tuple(fisher.shape)}; expected (d,), (K_c, d) and (d,) without negative "
+            "entries"
+        )
     a, c, f = atom.double(), core.double(), fisher.double()
     delta = conjugate_gradients(lambda x: c @ (f * (x @ c)), c @ (f * a), n_steps)
     rest, whole = a - delta @ c, (f * a * a).sum()
@@ -51,13 +58,19 @@ def blocks(
     n_slots: int, # K
 ): # views (·, K)
     "The per-slot blocks of tensors that have slots as columns."
-    return [t.data[:, i:i + n_slots] for t in columns for i in range(0, t.shape[1] // n_slots * n_slots, n_slots)]
+    return [
+        t.data[:, i : i + n_slots]
+        for t in columns
+        for i in range(0, t.shape[1] // n_slots * n_slots, n_slots)
+    ]
 
+# %% ../../../nbs/himalaya/published/07_consolidation.ipynb #c922e44e
 def drop_(columns, owner, slot):
     "Free a slot: no owner, zero columns."
     for t in blocks(columns, len(owner)): t[:, slot] = 0
     owner[slot] = -1
 
+# %% ../../../nbs/himalaya/published/07_consolidation.ipynb #d5b9a935
 def move_slot_(rows, columns, owner, source, target):
     "Another slot takes over all of a slot; what it held is gone, and the source is free."
     for t in rows: t.data[target] = t.data[source]
@@ -65,6 +78,7 @@ def move_slot_(rows, columns, owner, source, target):
     owner[target] = owner[source].clone()
     drop_(columns, owner, source)
 
+# %% ../../../nbs/himalaya/published/07_consolidation.ipynb #facf606b
 def imprint_(columns, owner, slot, core_slots, delta):
     "The core's columns take over a slot's with weights δ, and the slot is free."
     for t in blocks(columns, len(owner)): t[:, core_slots] += t[:, [slot]] * delta.to(t.dtype)
@@ -104,31 +118,60 @@ def merge(
     n_steps: int = 100, # of alternating least squares
 ) -> Merged:
     "The best rank-1 form of m slots over all sites, in float64."
-    q, d, g = {w: p.double() for w, p in read.items()}, {w: p.double() for w, p in write.items()}, gain.double().cpu()
+    q, d, g = (
+        {w: p.double() for w, p in read.items()},
+        {w: p.double() for w, p in write.items()},
+        gain.double().cpu(),
+    )
     grams, m = [{w: (p @ p.T).cpu() for w, p in side.items()} for side in (q, d)], g.shape[1]
-    energy = float(sum((g[i] @ (grams[0][a] * grams[1][b])) @ g[i] for i, (a, b) in enumerate(widths)))
-    starts = [(x, y) for x in (*torch.eye(m), torch.ones(m), 1. - 2 * (torch.arange(m) % 2)) for y in (x, x.abs())[:1 + bool((x < 0).any())]]
-    runs = [_alternate(g, grams, [{w: x.double() for w in side} for x, side in zip(start, grams)], widths, n_steps) for start in starts]
+    energy = float(
+        sum((g[i] @ (grams[0][a] * grams[1][b])) @ g[i] for i, (a, b) in enumerate(widths))
+    )
+    starts = [
+        (x, y)
+        for x in (*torch.eye(m), torch.ones(m), 1.0 - 2 * (torch.arange(m) % 2))
+        for y in (x, x.abs())[: 1 + bool((x < 0).any())]
+    ]
+    runs = [
+        _alternate(
+            g,
+            grams,
+            [{w: x.double() for w in side} for x, side in zip(start, grams)],
+            widths,
+            n_steps,
+        )
+        for start in starts
+    ]
     new, (alpha, beta) = max(runs, key=lambda run: float(run[0].square().sum()))
     lost = max(0., 1 - float(new.square().sum()) / energy) if energy > 0 else 0.
-    def mix(weights, side, like): return {w: (weights[w].to(p.device) @ p).to(like[w].dtype) for w, p in side.items()}
+    def mix(weights, side, like):
+        return {w: (weights[w].to(p.device) @ p).to(like[w].dtype) for w, p in side.items()}
     return Merged(mix(alpha, q, read), mix(beta, d, write), new.to(gain), lost, energy)
 
 # %% ../../../nbs/himalaya/published/07_consolidation.ipynb #eadc05cb
 def _alternate(g, grams, factors, widths, n_steps):
-    "Alternate over sides until nothing is gained; every step can only raise the energy that is held."
-    at = [{w: torch.tensor([i for i, s in enumerate(widths) if s[side] == w]) for w in grams[side]} for side in (0, 1)]
+    """Alternate over sides until nothing is gained; every step can only raise the energy that is
+    held."""
+    at = [
+        {w: torch.tensor([i for i, s in enumerate(widths) if s[side] == w]) for w in grams[side]}
+        for side in (0, 1)
+    ]
     def scaled(x, gram, old): return x / norm.sqrt() if (norm := (x @ gram) @ x) > 1e-30 else old
     def overlaps(side): # (sites, m)
         out = torch.empty_like(g)
         for w, i in at[side].items(): out[i] = grams[side][w] @ factors[side][w]
         return out
-    factors, held = [{w: scaled(x, grams[side][w], x) for w, x in f.items()} for side, f in enumerate(factors)], 0.
+    factors, held = [
+        {w: scaled(x, grams[side][w], x) for w, x in f.items()} for side, f in enumerate(factors)
+    ], 0.0
     for _ in range(n_steps):
         for side in (0, 1):
             other = g * overlaps(1 - side)
             pull = (other * overlaps(side)).sum(1, keepdim=True) * other
-            factors[side] = {w: scaled(pull[at[side][w]].sum(0), grams[side][w], x) for w, x in factors[side].items()}
+            factors[side] = {
+                w: scaled(pull[at[side][w]].sum(0), grams[side][w], x)
+                for w, x in factors[side].items()
+            }
         new = (g * overlaps(0) * overlaps(1)).sum(1)
         if (now := float(new.square().sum())) <= held * (1 + 1e-9): break
         held = now
@@ -144,17 +187,32 @@ def merge_(
     gone: int, # slot that becomes free
     usual: tuple[float, float] = (1., 1.), # mean coefficient of each on its task's features
 ) -> float: # share of the two slots' squared norm that is lost
-    "Replace two slots by their best rank-1 form; `ValueError` for one slot twice, slots of different tasks, free slots, a symmetric dictionary."
+    """Replace two slots by their best rank-1 form; `ValueError` for one slot twice, slots of
+    different tasks, free slots, a symmetric dictionary."""
     if kept == gone or owner[kept] != owner[gone] or owner[kept] < 0:
-        raise ValueError(f"merge_ needs two slots of one task, got slots {kept} and {gone} of tasks {int(owner[kept])} and {int(owner[gone])}")
-    if book.write is book.read: raise ValueError("merge_ got a dictionary whose read and write vectors are the same: merging is for asymmetric slots; choose another policy")
+        raise ValueError(
+            f"merge_ needs two slots of one task, got slots {kept} and {gone} of tasks "
+            f"{int(owner[kept])} and {int(owner[gone])}"
+        )
+    if book.write is book.read:
+        raise ValueError(
+            "merge_ got a dictionary whose read and write vectors are the same: merging is "
+            "for asymmetric slots; choose another policy"
+        )
     two, scale, K = [kept, gone], w2.new_tensor(usual), len(owner)
-    new = merge({w: p[two] for w, p in book.read.items()}, {w: p[two] for w, p in book.write.items()}, book.gain[:, two] * scale, _widths(book))
+    new = merge(
+        {w: p[two] for w, p in book.read.items()},
+        {w: p[two] for w, p in book.write.items()},
+        book.gain[:, two] * scale,
+        _widths(book),
+    )
     for side, vectors in ((book.read, new.read), (book.write, new.write)):
         for w, v in vectors.items(): side[w].data[kept] = v
     book.gain.data[:, kept] = new.gain
     w2.data[:, kept] = w2[:, two].mean(1)
-    w2.data[:, K + kept] = (w2[:, [K + kept, K + gone]] / torch.where(scale == 0, 1., scale)).mean(1)
+    w2.data[:, K + kept] = (w2[:, [K + kept, K + gone]] / torch.where(scale == 0, 1.0, scale)).mean(
+        1
+    )
     drop_([book.gain, w2], owner, gone)
     return new.lost
 
@@ -174,7 +232,10 @@ class Freed(NamedTuple):
         if self.slot < 0: return "no slot was freed: all are spent"
         if self.task < 0: return f"slot {self.slot} was free"
         how = f"merged into slot {self.into}" if self.into >= 0 else "given up"
-        return f"slot {self.slot} of task {self.task} was {how}: {self.lost:.0%} of the task's strength lost, {self.left} slots left"
+        return (
+            f"slot {self.slot} of task {self.task} was {how}: {self.lost:.0%} of the "
+            f"task's strength lost, {self.left} slots left"
+        )
 
 # %% ../../../nbs/himalaya/published/07_consolidation.ipynb #9a653146
 def slot_to_free(
@@ -186,9 +247,13 @@ def slot_to_free(
     pairs: Tensor | None = None, # (K, K) energy lost by merging, inf where not allowed; for `merge`
     allowed: Tensor | None = None, # (K,) bool, slots that may be taken
 ) -> Freed:
-    "Which slot gives way, and what that loses; nothing is changed here. `ValueError` for an unknown policy, or `merge` without pairs."
+    """Which slot gives way, and what that loses; nothing is changed here. `ValueError` for an
+    unknown policy, or `merge` without pairs."""
     if policy not in POLICIES or policy == "merge" and pairs is None:
-        raise ValueError(f"policy {policy!r} with{'' if pairs is not None else 'out'} pairs: expected one of {', '.join(POLICIES)}, and pairs (see pair_losses) for merge")
+        raise ValueError(
+            f"policy {policy!r} with{'' if pairs is not None else 'out'} pairs: expected "
+            f"one of {', '.join(POLICIES)}, and pairs (see pair_losses) for merge"
+        )
     may = torch.ones_like(owner, dtype=torch.bool) if allowed is None else allowed
     if len(unused := (may & (owner < 0)).nonzero()): return Freed(int(unused[0]))
     may = may & (owner >= 0) & (owner != current)
@@ -200,10 +265,23 @@ def slot_to_free(
         gone = cost[into, slot]
     else:
         if policy == "overwrite": may = may & (owner == owner[may].min())
-        slot, into = int(torch.where(may, (usage if policy == "evict" else energy).double(), float("inf")).argmin()), -1
+        slot, into = (
+            int(
+                torch.where(
+                    may, (usage if policy == "evict" else energy).double(), float("inf")
+                ).argmin()
+            ),
+            -1,
+        )
         gone = energy[slot]
     mine = owner == owner[slot]
-    return Freed(slot, into, int(owner[slot]), float(gone / energy[mine].sum().clamp_min(1e-30)), int(mine.sum()) - 1)
+    return Freed(
+        slot,
+        into,
+        int(owner[slot]),
+        float(gone / energy[mine].sum().clamp_min(1e-30)),
+        int(mine.sum()) - 1,
+    )
 
 # %% ../../../nbs/himalaya/published/07_consolidation.ipynb #3053e3ef
 def pair_losses(
@@ -213,6 +291,98 @@ def pair_losses(
     "What each possible merge would lose."
     out = torch.full((len(owner),) * 2, float("inf"), dtype=torch.float64)
     for i, j in ((owner[:, None] == owner) & (owner >= 0)).triu(1).nonzero().tolist():
-        new = merge({w: p.detach()[[i, j]] for w, p in book.read.items()}, {w: p.detach()[[i, j]] for w, p in book.write.items()}, book.gain.detach()[:, [i, j]], _widths(book))
+        new = merge(
+            {w: p.detach()[[i, j]] for w, p in book.read.items()},
+            {w: p.detach()[[i, j]] for w, p in book.write.items()},
+            book.gain.detach()[:, [i, j]],
+            _widths(book),
+        )
         out[i, j] = new.lost * new.energy
     return out.to(owner.device)
+
+# %% ../../../nbs/himalaya/published/07_consolidation.ipynb #522e5f2f
+@dataclass
+class Room:
+    "The parts `when_full` and `consolidation`."
+    policy: str # one of POLICIES, other than refuse
+    consolidation: str # none, imprint, rotation
+    def make(self,
+        core, # a HimalayaCore
+        wanted: int, # free slots
+        # (space read, space written) → (d_out, d_in); their squares are the Fisher information of
+        # an imprint
+        gradients: dict,
+        name: str, # of the task that wants them
+        pack: Callable, # puts slots that changed back on their grid
+    ) -> list: # what was freed, and the share of its task's strength that went with it
+        "Free slots until enough are free or none can be had; a `UserWarning` for each."
+        freed = []
+        while len(core.free_slots()) < wanted:
+            new = self.next(core)
+            if new.slot < 0: break
+            if new.into >= 0:
+                merge_(core.dictionary, core.router.w2, core.owner, new.into, new.slot)
+                core.usage[new.into] += core.usage[new.slot]; core.usage[new.slot] = 0
+            else:
+                new = new._replace(
+                    lost=give_up(core, self.consolidation, new.slot, gradients, new.lost)
+                )
+            warnings.warn(f"to make room for task {name}: {new}")
+            freed.append(new)
+        if freed: pack((core.owner >= 0).nonzero().squeeze(1))
+        return freed
+    def next(self, core) -> Freed:
+        "The slot that goes next."
+        book = core.dictionary
+        energy = (
+            book.gain.detach().square().sum(0)
+            if torch.count_nonzero(book.gain)
+            else core.usage.double()
+        )
+        allowed = (torch.arange(len(core.owner), device=core.owner.device) >= core.n_kept) & (
+            core.owner >= 0
+        )
+        pairs = pair_losses(book, core.owner) if self.policy == "merge" else None
+        return slot_to_free(
+            self.policy, core.owner, int(core.current), core.usage, energy, pairs, allowed
+        )
+
+# %% ../../../nbs/himalaya/published/07_consolidation.ipynb #4561b70a
+def give_up(
+    core, # a HimalayaCore
+    consolidation: str, # none, imprint, rotation
+    slot: int,
+    gradients: dict, # (space read, space written) → (d_out, d_in)
+    lost: float, # share of the task's strength, if nothing is kept
+) -> float: # share that is lost
+    "Hand a slot to the core, or drop it."
+    book, columns, n = core.dictionary, [core.dictionary.gain, core.router.w2], core.n_kept
+    rows = list(dict.fromkeys([*book.read.values(), *book.write.values()]))
+    core.usage[slot] = 0
+    if consolidation == "rotation" and rotate_(rows, columns, core.owner, core.usage, n, slot) >= 0:
+        return 0.
+    if consolidation != "imprint":
+        drop_(columns, core.owner, slot)
+        return lost
+    # the Fisher information of every vector, by the squares of its gradients
+    squares = [
+        sum(m.square().sum(0) for (r, _), m in gradients.items() if r == key) for key in book.read
+    ]
+    if book.write is not book.read:
+        squares += [
+            sum(m.square().sum(1) for (_, w), m in gradients.items() if w == key)
+            for key in book.write
+        ]
+    whole = torch.cat([p.detach() for p in rows], 1)
+    delta, gone = imprint(whole[slot], whole[:n], torch.cat(squares))
+    before = core.router.w2.detach().clone()
+    imprint_(columns, core.owner, slot, torch.arange(n, device=core.owner.device), delta)
+    core.protection.moved(core, before)
+    core.owner[:n] = torch.where(core.owner[:n] < 0, core.owner.new_tensor(0), core.owner[:n])
+    return lost * gone
+
+# %% ../../../nbs/himalaya/published/07_consolidation.ipynb #5c2f0750
+class AllSlots:
+    "The part `train_slots: all`."
+    by_task = False
+    def moving(self, core): return core.owner >= 0

@@ -29,7 +29,9 @@ def direction(
         gram = d @ d.T
         energy = ((a @ gram) * a).sum(-1, keepdim=True)
         floor = 1e-12 * (a * a * gram.diagonal()).sum(-1, keepdim=True).clamp_min(1.)
-        r = torch.where(energy < floor, 0., r * torch.rsqrt(torch.where(energy < floor, 1., energy)))
+        r = torch.where(
+            energy < floor, 0.0, r * torch.rsqrt(torch.where(energy < floor, 1.0, energy))
+        )
     return r.float()
 
 # %% ../../../nbs/himalaya/published/03_symmetric.ipynb #f78d41a6
@@ -45,10 +47,14 @@ class SymmetricUpdate:
         x: Tensor, # (b, n, d) its input
         y: Tensor, # (b, n, d) its output
     ) -> Tensor: # (b, n, d)
-        "y + ΔW x, computed in x's dtype; `ValueError` if the batch or its tokens are not those that were routed."
+        """y + ΔW x, computed in x's dtype; `ValueError` if the batch or its tokens are not those
+        that were routed."""
         r, s = self.r[self.width[site]], self.strength[site]
         if x.dim() != 3 or x.shape[0] != r.shape[0] or r.dim() == 3 and x.shape[1] != r.shape[1]:
-            raise ValueError(f"site {site} got an input of shape {tuple(x.shape)}, but r of shape {tuple(r.shape)} was routed; expected (batch, tokens, width)")
+            raise ValueError(
+                f"site {site} got an input of shape {tuple(x.shape)}, but r of shape "
+                f"{tuple(r.shape)} was routed; expected (batch, tokens, width)"
+            )
         r = r.to(x.dtype)
         if r.dim() == 3: h = (x * r).sum(-1, keepdim=True)
         else: h, r = torch.bmm(x, r[:, :, None]), r[:, None]
@@ -68,7 +74,8 @@ def orthonormal_rows(
 GAINS = ("fixed", "tanh", "slots")
 
 class SymmetricDictionary(nn.Module):
-    "D by width, the core first; `ValueError` for a site that is not square, a core that does not fit, an unknown gain."
+    """D by width, the core first; `ValueError` for a site that is not square, a core that does not
+    fit, an unknown gain."""
     def __init__(self,
         sites: list[Site],
         n_slots: int = 40, # K = K_c + K_e
@@ -83,13 +90,25 @@ class SymmetricDictionary(nn.Module):
         self.sites, self.n_slots, self.n_core, self.gamma = list(sites), n_slots, n_core, gamma
         self.gain_kind, self.norm_rescaling = gain, norm_rescaling
         gen = torch.Generator().manual_seed(seed)
-        def rows(w): return torch.cat([orthonormal_rows(n_core, w, gen), unit(torch.randn(n_slots - n_core, w, generator=gen))])
-        self.read = nn.ParameterDict({str(w): nn.Parameter(rows(w)) for w in sorted({s.d_in for s in sites})})
+        def rows(w):
+            return torch.cat(
+                [
+                    orthonormal_rows(n_core, w, gen),
+                    unit(torch.randn(n_slots - n_core, w, generator=gen)),
+                ]
+            )
+        self.read = nn.ParameterDict(
+            {str(w): nn.Parameter(rows(w)) for w in sorted({s.d_in for s in sites})}
+        )
         gains = torch.zeros(len(sites), n_slots)
         if gain == "slots": self.gain = nn.Parameter(gains)
         else: self.register_buffer("gain", gains, persistent=False)
-    def forward(self, slots, coefficients, s=None): return symmetric_update(self, slots, coefficients, s)
+    n_fixed = property(lambda self: self.n_core) # slots whose vectors never move
+    def folded(self, gradient): return gradient + gradient.T # one vector reads and writes
+    def forward(self, slots, coefficients, s=None):
+        return symmetric_update(self, slots, coefficients, s)
 
+# %% ../../../nbs/himalaya/published/03_symmetric.ipynb #0b4b47c6
 @patch(as_prop=True)
 def write(self: SymmetricDictionary):
     return self.read
@@ -99,29 +118,51 @@ def check_symmetric(sites, n_slots, n_core, gain):
     "`ValueError` naming what the symmetric dictionary cannot take."
     if not sites: raise ValueError("a dictionary needs at least one site, got none")
     for s in sites:
-        if s.d_in != s.d_out: raise ValueError(f"site {s.name} reads width {s.d_in} and writes width {s.d_out}; the symmetric update needs square sites: "
-                                               "leave it out of target_modules (o_proj usually is square), or take the asymmetric update")
+        if s.d_in != s.d_out:
+            raise ValueError(
+                f"site {s.name} reads width {s.d_in} and writes width {s.d_out}; the "
+                "symmetric update needs square sites: "
+                "leave it out of target_modules (o_proj usually is square), or take the "
+                "asymmetric update"
+            )
     narrow = min(s.d_in for s in sites)
-    if not 0 <= n_core <= min(n_slots, narrow): raise ValueError(f"n_core is {n_core}; expected 0 to {min(n_slots, narrow)} (n_slots {n_slots}, narrowest site {narrow})")
-    if gain not in GAINS: raise ValueError(f"unknown gain {gain!r}; expected one of {', '.join(GAINS)}")
+    if not 0 <= n_core <= min(n_slots, narrow):
+        raise ValueError(
+            f"n_core is {n_core}; expected 0 to {min(n_slots, narrow)} (n_slots {n_slots}, "
+            f"narrowest site {narrow})"
+        )
+    if gain not in GAINS:
+        raise ValueError(f"unknown gain {gain!r}; expected one of {', '.join(GAINS)}")
 
 # %% ../../../nbs/himalaya/published/03_symmetric.ipynb #0f84f655
 def symmetric_update(
     dictionary: SymmetricDictionary,
     slots: Tensor, # (u,) int64, the slots that any sequence uses
     a: Tensor, # (b, u), or (b, n, u) per token: gate times coefficient
-    s: Tensor | None = None, # (b,) or (b, n), for gain "tanh" only: the router's scalar, before tanh
+    # (b,) or (b, n), for gain "tanh" only: the router's scalar, before tanh
+    s: Tensor | None = None,
 ) -> SymmetricUpdate:
     "r for each width and σ for each site; `ValueError` if s is missing or not wanted."
     book, kind = dictionary, dictionary.gain_kind
     if (s is not None) != (kind == "tanh"):
-        raise ValueError(f"gain {kind!r} got {'no s' if s is None else 's'}; the router gives s (n_extra=1) exactly for gain 'tanh'")
+        raise ValueError(
+            f"gain {kind!r} got {'no s' if s is None else 's'}; the router gives s "
+            "(n_extra=1) exactly for gain 'tanh'"
+        )
     core = (slots < book.n_core)[:, None]
     rows = {w: p[slots] for w, p in book.read.items()}
-    r = {w: direction(torch.where(core, x.detach(), x), a, book.norm_rescaling) for w, x in rows.items()}
+    r = {
+        w: direction(torch.where(core, x.detach(), x), a, book.norm_rescaling)
+        for w, x in rows.items()
+    }
     if kind == "fixed": strength = [site.d_in**-.5 for site in book.sites]
-    elif kind == "tanh": strength = [book.gamma * torch.tanh(s.float()).view(len(a), -1, 1)] * len(book.sites)
-    else: strength = [x.reshape(len(a), -1, 1) for x in (book.gamma * torch.tanh(a @ book.gain[:, slots].T)).unbind(-1)]
+    elif kind == "tanh":
+        strength = [book.gamma * torch.tanh(s.float()).view(len(a), -1, 1)] * len(book.sites)
+    else:
+        strength = [
+            x.reshape(len(a), -1, 1)
+            for x in (book.gamma * torch.tanh(a @ book.gain[:, slots].T)).unbind(-1)
+        ]
     return SymmetricUpdate(slots, r, strength, [str(site.d_in) for site in book.sites])
 
 # %% ../../../nbs/himalaya/published/03_symmetric.ipynb #7fc5bd78

@@ -4,14 +4,17 @@
 
 # %% auto #0
 __all__ = ['tree_shape', 'cut_level', 'KDTree', 'rebuild', 'check_atoms', 'refit', 'box_gap', 'Nearest', 'compare', 'nearest',
-           'leaf_log_probability', 'gate_bias']
+           'leaf_log_probability', 'gate_bias', 'Tree', 'CoreTree']
 
 # %% ../../../nbs/himalaya/published/04_tree.ipynb #6173080f
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from ...ground.linalg import unit
 
 # %% ../../../nbs/himalaya/published/04_tree.ipynb #0efa5003
 def tree_shape(
@@ -26,7 +29,9 @@ def tree_shape(
         leaves = -(-leaves // fanouts[-1])
     for f in fanouts:
         s = starts[-1]
-        starts.append(np.append((s[:-1, None] + np.diff(s)[:, None] * np.arange(f) // f).ravel(), n_atoms))
+        starts.append(
+            np.append((s[:-1, None] + np.diff(s)[:, None] * np.arange(f) // f).ravel(), n_atoms)
+        )
     return fanouts, starts
 
 # %% ../../../nbs/himalaya/published/04_tree.ipynb #e306ebfa
@@ -52,23 +57,31 @@ def cut_level(
 
 # %% ../../../nbs/himalaya/published/04_tree.ipynb #bf102e3f
 class KDTree(nn.Module):
-    "A balanced tree over atoms a₁..aₙ: `nearest` = argminₖ ‖x − aₖ‖, `gate_bias` = log p(leaf of aₖ | x)."
+    """A balanced tree over atoms a₁..aₙ: `nearest` = argminₖ ‖x − aₖ‖, `gate_bias` = log p(leaf of
+    aₖ | x)."""
     def __init__(self,
         n_atoms: int,
         fanout: int = 4, # children of a node
         leaf: int = 4, # atoms in a leaf, at most
-        temperature: float = .25, # of the soft cuts, in units of 1/√d, which is what a unit vector's coordinates spread by
+        # of the soft cuts, in units of 1/√d, which is what a unit vector's coordinates spread by
+        temperature: float = .25,
     ):
         super().__init__()
         if n_atoms < 1 or fanout < 2 or leaf < 2 or temperature <= 0:
-            raise ValueError(f"KDTree needs n_atoms ≥ 1, fanout ≥ 2, leaf ≥ 2 and temperature > 0, got {n_atoms}, {fanout}, {leaf} and {temperature}")
+            raise ValueError(
+                "KDTree needs n_atoms ≥ 1, fanout ≥ 2, leaf ≥ 2 and temperature > 0, got "
+                f"{n_atoms}, {fanout}, {leaf} and {temperature}"
+            )
         self.fanouts, self.starts = tree_shape(n_atoms, fanout, leaf)
         self.n_atoms, self.temperature = n_atoms, temperature
         nodes, start = [len(s) - 1 for s in self.starts], self.starts[-1]
-        self.threshold = nn.Parameter(torch.zeros(sum(n * (f - 1) for n, f in zip(nodes, self.fanouts))))
+        self.threshold = nn.Parameter(
+            torch.zeros(sum(n * (f - 1) for n, f in zip(nodes, self.fanouts)))
+        )
         self.register_buffer("axis", torch.zeros(sum(nodes[:-1]), dtype=torch.int16))
         self.register_buffer("order", torch.arange(n_atoms, dtype=torch.int32))
-        member = np.minimum(start[:-1, None] + np.arange(np.diff(start).max()), start[1:, None] - 1) # a short leaf names its last atom twice
+        # a short leaf names its last atom twice
+        member = np.minimum(start[:-1, None] + np.arange(np.diff(start).max()), start[1:, None] - 1)
         self.register_buffer("member", torch.from_numpy(member), persistent=False)
         for name in ("points", "low", "high"): self.register_buffer(name, None, persistent=False)
     def rebuild(self, atoms): rebuild(self, atoms)
@@ -84,19 +97,34 @@ def rebuild(
 ) -> None:
     "Cut the atoms anew, in O(n log n); thresholds start at the medians again."
     check_atoms(tree, atoms)
-    x, order, axes, thresholds = atoms.detach().float().cpu().numpy(), np.arange(tree.n_atoms), [], []
+    x, order, axes, thresholds = (
+        atoms.detach().float().cpu().numpy(),
+        np.arange(tree.n_atoms),
+        [],
+        [],
+    )
     for start, f in zip(tree.starts, tree.fanouts):
         axis, threshold = cut_level(x, order, start, f)
         axes.append(axis); thresholds.append(threshold.ravel())
     tree.order.copy_(torch.from_numpy(order))
-    if axes: tree.axis.copy_(torch.from_numpy(np.concatenate(axes))); tree.threshold.copy_(torch.from_numpy(np.concatenate(thresholds)))
+    if axes:
+        tree.axis.copy_(torch.from_numpy(np.concatenate(axes)))
+        tree.threshold.copy_(torch.from_numpy(np.concatenate(thresholds)))
     refit(tree, atoms)
 
+# %% ../../../nbs/himalaya/published/04_tree.ipynb #d72459d2
 def check_atoms(tree, atoms):
     "`ValueError` unless the atoms are (n_atoms, d), finite, and no wider than an axis can be told."
     if atoms.dim() != 2 or len(atoms) != tree.n_atoms or not 0 < atoms.shape[1] < 2**15:
-        raise ValueError(f"the tree was made for {tree.n_atoms} atoms, got a tensor of shape {tuple(atoms.shape)}; expected ({tree.n_atoms}, width below 32768)")
-    if not bool(atoms.isfinite().all()): raise ValueError(f"atoms {(~atoms.isfinite().all(1)).nonzero().squeeze(1).tolist()[:8]} are not finite: nothing is near them")
+        raise ValueError(
+            f"the tree was made for {tree.n_atoms} atoms, got a tensor of shape "
+            f"{tuple(atoms.shape)}; expected ({tree.n_atoms}, width below 32768)"
+        )
+    if not bool(atoms.isfinite().all()):
+        raise ValueError(
+            f"atoms {(~atoms.isfinite().all(1)).nonzero().squeeze(1).tolist()[:8]} are not "
+            "finite: nothing is near them"
+        )
 
 # %% ../../../nbs/himalaya/published/04_tree.ipynb #23ab9209
 @torch.no_grad()
@@ -104,7 +132,8 @@ def refit(
     tree: KDTree,
     atoms: Tensor, # (n, d), finite
 ) -> None:
-    "Keep cuts and thresholds, take the atoms as they are now: boxes low = min a, high = max a, so that search stays exact."
+    """Keep cuts and thresholds, take the atoms as they are now: boxes low = min a, high = max a, so
+    that search stays exact."""
     check_atoms(tree, atoms)
     tree.points = atoms.detach().float()[tree.order.long()]
     low, high = [tree.points[tree.member].amin(1)], [tree.points[tree.member].amax(1)]
@@ -122,11 +151,13 @@ def box_gap(
     "‖x − clamp(x, low, high)‖², at most the squared distance to any atom in the node."
     return (x - torch.clamp(x, tree.low[node], tree.high[node])).square().sum(1)
 
+# %% ../../../nbs/himalaya/published/04_tree.ipynb #619dd970
 class Nearest(NamedTuple):
     "What a search found for each row."
     index: Tensor # (b,) int64, the atom; of equally near ones the lowest
     distance: Tensor # (b,) Euclidean
-    compared: Tensor # (b,) int64, distances to atoms that were computed; those of the first leaf twice
+    # (b,) int64, distances to atoms that were computed; those of the first leaf twice
+    compared: Tensor
 
 # %% ../../../nbs/himalaya/published/04_tree.ipynb #3e132224
 def compare(tree, x, rows, leaf, found):
@@ -147,10 +178,22 @@ def nearest(
     block: int = 2**18, # numbers in a block of pairs; smaller ones stay in the cache
 ) -> Nearest:
     "argminₖ ‖x − aₖ‖ by branch and bound, equal to brute force."
-    if tree.low is None: raise RuntimeError("the tree knows no atoms yet: call rebuild(atoms), or refit(atoms) after loading")
-    x, b, first, depth = x.float(), len(x), np.cumsum([0] + [len(s) - 1 for s in tree.starts]).tolist(), len(tree.fanouts)
+    if tree.low is None:
+        raise RuntimeError(
+            "the tree knows no atoms yet: call rebuild(atoms), or refit(atoms) after " "loading"
+        )
+    x, b, first, depth = (
+        x.float(),
+        len(x),
+        np.cumsum([0] + [len(s) - 1 for s in tree.starts]).tolist(),
+        len(tree.fanouts),
+    )
     rows, node = torch.arange(b, device=x.device), torch.zeros(b, dtype=torch.long, device=x.device)
-    found = x.new_full((b,), float("inf")), torch.full_like(rows, tree.n_atoms), torch.zeros_like(rows)
+    found = (
+        x.new_full((b,), float("inf")),
+        torch.full_like(rows, tree.n_atoms),
+        torch.zeros_like(rows),
+    )
     stack = [(0, rows, node)]
     for level, f in enumerate(tree.fanouts, 1):
         child = node[:, None] * f + torch.arange(f, device=x.device)
@@ -164,7 +207,11 @@ def nearest(
         if level == depth: compare(tree, x, rows, node, found); continue
         f, size = tree.fanouts[level], max(1, block // x.shape[1])
         child = (node[:, None] * f + torch.arange(f, device=x.device)).flatten()
-        stack += [(level + 1, r, c) for r, c in zip(rows.repeat_interleave(f).split(size), child.split(size)) if len(r)]
+        stack += [
+            (level + 1, r, c)
+            for r, c in zip(rows.repeat_interleave(f).split(size), child.split(size))
+            if len(r)
+        ]
     return Nearest(found[1], found[0].sqrt(), found[2])
 
 # %% ../../../nbs/himalaya/published/04_tree.ipynb #592e731c
@@ -172,15 +219,25 @@ def leaf_log_probability(
     tree: KDTree,
     x: Tensor, # (b, d)
 ) -> Tensor: # (b, leaves) float32
-    "log p(leaf) = Σ log pᵢ over its path, pᵢ = σ(uᵢ) σ(−uᵢ₊₁) (1 − exp(uᵢ₊₁ − uᵢ)), u = √d (x_axis − t)/T."
+    """log p(leaf) = Σ log pᵢ over its path, pᵢ = σ(uᵢ) σ(−uᵢ₊₁) (1 − exp(uᵢ₊₁ − uᵢ)), u = √d
+    (x_axis − t)/T."""
     log_p, nodes, cuts = x.new_zeros(len(x), 1, dtype=torch.float32), 0, 0
     for f in tree.fanouts:
         n = log_p.shape[1]
-        axis, t = tree.axis[nodes:nodes + n].long(), tree.threshold[cuts:cuts + n * (f - 1)].view(n, f - 1)
+        axis, t = tree.axis[nodes : nodes + n].long(), tree.threshold[
+            cuts : cuts + n * (f - 1)
+        ].view(n, f - 1)
         u = (x[:, axis, None].float() - t.sort(1).values) * x.shape[1]**.5 / tree.temperature
-        left, right = nn.functional.pad(u, (1, 0), value=1e30), nn.functional.pad(u, (0, 1), value=-1e30)
+        left, right = nn.functional.pad(u, (1, 0), value=1e30), nn.functional.pad(
+            u, (0, 1), value=-1e30
+        )
         room = torch.log(-torch.expm1((right - left).clamp_max(-1e-6)))
-        log_p = (log_p[:, :, None] + nn.functional.logsigmoid(left) + nn.functional.logsigmoid(-right) + room).flatten(1)
+        log_p = (
+            log_p[:, :, None]
+            + nn.functional.logsigmoid(left)
+            + nn.functional.logsigmoid(-right)
+            + room
+        ).flatten(1)
         nodes, cuts = nodes + n, cuts + n * (f - 1)
     return log_p
 
@@ -193,3 +250,32 @@ def gate_bias(
     sizes = torch.from_numpy(np.diff(tree.starts[-1])).to(x.device)
     log_p = leaf_log_probability(tree, x).repeat_interleave(sizes, 1)
     return torch.empty_like(log_p).index_copy(1, tree.order.long(), log_p)
+
+# %% ../../../nbs/himalaya/published/04_tree.ipynb #7c6de843
+@dataclass
+class Tree:
+    "The part `kd_tree`."
+    fanout: int = 8 # children of a node
+    leaf: int = 4 # atoms of a leaf
+    RANGES = dict(fanout=(1, 1024), leaf=(1, 1024))
+    def make(self, n_atoms: int) -> "CoreTree": return CoreTree(n_atoms, self.fanout, self.leaf)
+
+# %% ../../../nbs/himalaya/published/04_tree.ipynb #9d5e2f17
+class CoreTree(KDTree):
+    "A tree over the atoms of a core."
+    def atoms(self, core) -> Tensor: # (K_e, d)
+        book, width = core.dictionary.read, len(core.router.e_mean)
+        fits = [k for k, p in book.items() if p.shape[1] == width]
+        if not fits:
+            raise ValueError(
+                "kd_tree looks for atoms near the prompt's mean embedding of width "
+                f"{width}, but no site reads that width: the sites read {', '.join(book)}"
+            )
+        return book[fits[0]].detach()[core.n_kept:]
+    def cut(self, core) -> None: # the atoms anew
+        if not self.atoms(core).is_meta: self.rebuild(self.atoms(core))
+    def follow(self, core) -> None: self.refit(self.atoms(core)) # the cuts stay
+    def bias(self, core, e: Tensor) -> Tensor: # e (..., d) → (..., K), 0 for the core
+        x = (e - core.router.e_mean) / core.router.e_scale
+        bias = self.gate_bias(unit(x).flatten(0, -2)).view(*e.shape[:-1], -1)
+        return nn.functional.pad(bias, (core.n_kept, 0))
