@@ -35,6 +35,13 @@ class ShellConfig(PeftConfig):
     modules_to_save: list[str] | None = None # other modules to train and save
     init_weights: bool = True # kept for PEFT: a new adapter is always the identity
     seed: int = 0 # of the first values
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
+            raise ValueError(
+                f"target_modules is the string {self.target_modules!r} and layers_to_transform "
+                f"{self.layers_to_transform!r}: a string names the layers itself; give a list of "
+                "module names, or leave layers_to_transform out")
 
 # %% ../../nbs/bridge/02_shell.ipynb #1a6438b0
 class ShellLayer(nn.Module, BaseTunerLayer):

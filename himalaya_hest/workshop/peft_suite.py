@@ -202,6 +202,8 @@ GATED_SKIPS = {r"gradient_checkpointing\[True": "a reentrant checkpoint runs for
 
 SUBJECTS |= {"hest": gated("himalaya_hest.hest.tuner:HestConfig", dict(r=1, k=4, e_max=.5), True, dict(scope="directions", hardening="argmax")), "tabs": gated("himalaya_hest.adapters.tabs:TabsConfig", dict(r=1)), "bhsp": gated("himalaya_hest.adapters.bhsp:BhspConfig", dict(r=1, e_max=.5))}
 for name in ("tabs", "bhsp"): SUBJECTS[name].skips["only_params_are_updated.*LayerNorm"] = "behind a normalisation to equal hidden states, three steps of plain SGD do not move the controller by what the test asks for; the notebooks of the adapters test that each parameter is trained"
+SUBJECTS["hest"].skips[r"layer_indexing\[.*kwargs1"] = (
+    "layers_to_transform beside target_modules=\"all-linear\" is refused, as by LoraConfig")
 SUBJECTS["hest"].skips["only_params_are_updated"] = "three steps of plain SGD from sizes of zero do not move every threshold by what the test asks for; hest/13_tuner tests that each parameter is trained"
 
 # %% ../../nbs/workshop/03_peft_suite.ipynb #f054df17
