@@ -42,7 +42,7 @@ def evaluate(
 ) -> int: # exit status
     "Evaluate finished runs, and print their tables and every file that was written."
     from himalaya_hest.compare.evaluate import evaluate_runs
-    from himalaya_hest.measures.records import Table
+    from himalaya_hest.ground.table import Table
     from himalaya_hest.jobs.tracking import read_source
     a = _evaluate_parser(called).parse_args(arguments)
     shown = evaluate_runs(
@@ -75,7 +75,7 @@ def search(
     from himalaya_hest.running.config import resolve, save_config
     from himalaya_hest.jobs.run import run_continual
     from himalaya_hest.running.plan import read_arguments
-    from himalaya_hest.measures.records import Table
+    from himalaya_hest.ground.table import Table
     from himalaya_hest.jobs.search import search as searched, with_setting
     a = _search_parser(called).parse_intermixed_args(arguments)
 
@@ -160,7 +160,7 @@ def bench(
     from himalaya_hest.running.config import resolve
     from himalaya_hest.jobs.run import run_continual
     from himalaya_hest.running.plan import read_arguments
-    from himalaya_hest.measures.records import Table
+    from himalaya_hest.ground.table import Table
 
     # every adapter's settings are looked at before the first is measured
     a, rows = _bench_parser(called).parse_intermixed_args(arguments), []

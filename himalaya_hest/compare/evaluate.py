@@ -23,10 +23,10 @@ from ..measures.energy import joules_source
 from himalaya_hest.compare.pairs import (
     FEWEST, bca_interval, by_pair, is_number, median_interval, method_of
 )
-from himalaya_hest.measures.records import (
-    Table, check_record, finished_runs, is_complete, load_record, load_records, readable,
-    record_path, run_role, same_world, summary_table, task_table,
-)
+from ..ground.table import Table
+from ..measures.records import (
+    check_record, finished_runs, is_complete, load_record, load_records, readable, record_path,
+    run_role, same_world, summary_table, task_table)
 from himalaya_hest.compare.figures import (
     DARK, LIGHT, MIDDLE, Chart, new_figure, no_curve, plain_axes, run_charts, run_report
 )

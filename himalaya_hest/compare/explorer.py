@@ -11,7 +11,8 @@ from pathlib import Path
 
 from .evaluate import comparison_charts, comparison_tables
 from .pairs import _told_apart, method_of
-from ..measures.records import Record, Table, finished_runs, load_record
+from ..measures.records import Record, finished_runs, load_record
+from ..ground.table import Table
 from .figures import run_charts, run_report
 
 # %% ../../nbs/compare/06_explorer.ipynb #db722c1a

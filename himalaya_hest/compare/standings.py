@@ -18,9 +18,8 @@ from himalaya_hest.compare.pairs import (
     bca_interval, by_pair, effect_size, example_interval, holm, is_number, method_of, row_means,
     sign_flip_p,
 )
-from himalaya_hest.measures.records import (
-    Table, chance_matrix, is_complete, same_world, score_array,
-)
+from ..ground.table import Table
+from ..measures.records import chance_matrix, is_complete, same_world, score_array
 
 # %% ../../nbs/compare/03_standings.ipynb #879998a4
 def group_scores(

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from ..running.config import RunConfig, told_parameters
 from .run import run_continual
-from ..measures.records import NEEDED, Table
+from ..measures.records import NEEDED
+from ..ground.table import Table
 from ..himalaya.config import all_flat, flat_of, in_parts
 from himalaya_hest.adapters.registry import (
     _config_class, need_adapter_module, parse_adapter, resolve_adapter_config,

@@ -29,7 +29,7 @@ from himalaya_hest.jobs.grid_runs import (
     states_table, write_compact,
 )
 from ..running.plan import make_plan, plan_numbers, read_arguments
-from ..measures.records import Table
+from ..ground.table import Table
 from ..running.run_lock import RunTaken
 
 # %% ../../nbs/jobs/11_grid.ipynb #7cdcf8ba

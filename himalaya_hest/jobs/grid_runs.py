@@ -15,7 +15,8 @@ from pathlib import Path
 import yaml
 
 from ..running.config import resolve
-from ..measures.records import Table, read_record
+from ..ground.table import Table
+from ..measures.records import read_record
 from ..running.run_lock import held_by
 from ..streams.tasks import nearest
 

@@ -23,7 +23,7 @@ from himalaya_hest.running.config import (
     _STORAGE, RunConfig, energy_training, parameters_digest, resolve,
 )
 from ..compare.pairs import read_grid
-from ..measures.records import Table
+from ..ground.table import Table
 from ..adapters.registry import parse_adapter, start_training
 from ..running.run_lock import Leases, locked
 from ..streams.tasks import nearest

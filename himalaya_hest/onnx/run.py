@@ -14,7 +14,7 @@ from ..running.config import checked_parameters
 from ..jobs.run import load_backbone, load_tasks, row_length, stream_of
 from ..running.evaluation import evaluation_batches, generate_batch
 from ..jobs.finished_run import FinishedRun, open_run
-from ..measures.records import Table
+from ..ground.table import Table
 from ..streams.hub import get_source
 
 # %% ../../nbs/onnx/05_run.ipynb #02ffa7f0

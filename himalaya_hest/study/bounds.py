@@ -18,7 +18,7 @@ from ..hest.bucket import bound_use
 from ..hest.directions import GatedDirections
 from ..hest.energy_budget import CallBuckets
 from ..hest.shell import record_states
-from ..measures.records import Table
+from ..ground.table import Table
 from ..adapters.registry import Adapter
 
 # %% ../../nbs/study/03_bounds.ipynb #28fb1e4b

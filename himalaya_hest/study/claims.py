@@ -26,7 +26,7 @@ from ..compare.large import large_adapter, large_bytes
 from ..himalaya.config import Settings, flat_of
 from ..himalaya.packing import fill_of, packed_bytes
 from ..compare.pairs import bca_interval, by_pair, holm, method_of, sign_flip_p
-from ..measures.records import Table
+from ..ground.table import Table
 from ..compare.figures import DARK, MIDDLE, Chart, new_figure, plain_axes
 from ..compare.standings import MAIN_PAIRS, _large_mb, _mean_of
 from ..streams.tasks import load_stream

@@ -15,7 +15,8 @@ from ..running.config import evaluation_schedule
 from ..measures.continual import continual_summary, evaluated_rows
 from ..compare.large import large_adapter, large_bytes
 from ..compare.pairs import method_of
-from ..measures.records import Table, same_world, score_array
+from ..ground.table import Table
+from ..measures.records import same_world, score_array
 from ..compare.figures import DARK, MIDDLE, Chart, new_figure, plain_axes
 
 # %% ../../nbs/study/02_curves.ipynb #75454bdc

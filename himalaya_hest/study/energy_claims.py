@@ -27,7 +27,8 @@ from .energy_standings import score_of
 from himalaya_hest.compare.pairs import (
     bca_interval, by_pair, effect_size, holm, is_number, median_interval, sign_flip_p
 )
-from ..measures.records import Table, run_role
+from ..ground.table import Table
+from ..measures.records import run_role
 from ..compare.figures import DARK, MIDDLE, Chart, new_figure, plain_axes
 from ..compare.standings import MAIN_PAIRS
 

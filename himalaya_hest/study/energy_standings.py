@@ -14,7 +14,8 @@ import numpy as np
 
 from ..measures.energy import joules_source
 from ..compare.pairs import bca_interval, by_pair, is_number
-from ..measures.records import ENERGY_COLUMNS, Table, run_role
+from ..measures.records import ENERGY_COLUMNS, run_role
+from ..ground.table import Table
 
 # %% ../../nbs/study/01_energy_standings.ipynb #209b64a5
 SCORES = ("rougeL", "accuracy") # a study has one of them

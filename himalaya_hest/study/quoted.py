@@ -18,7 +18,7 @@ import yaml
 
 from .claims import Finding, at_large_scale, shown_figure
 from ..compare.pairs import method_of
-from ..measures.records import Table
+from ..ground.table import Table
 
 # %% ../../nbs/study/06_quoted.ipynb #81167240
 # the sets of keys that `here` may have

@@ -36,7 +36,7 @@ from .family import ByteTokenizer, backbone_of, drive, heard, logits_of, same, t
 from ..ground.hooks import TaskContext
 from ..bridge.register import prepare_quantised
 from ..ground.quiet import quiet
-from ..measures.records import Table
+from ..ground.table import Table
 from ..adapters.registry import Adapter, adapter_tensors, build_adapter, load_adapter_tensors, training_defaults
 from ..bridge.shell import ShellLayer, tiny_backbone
 from ..bridge.trainer import DriveHooks, HookedTrainer
