@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..running.config import RunConfig, told_parameters
 from .run import run_continual
-from ..measures.records import NEEDED
+from ..measures.records import NEEDED, check_record, plain_json
 from ..ground.table import Table
 from ..himalaya.config import all_flat, flat_of, in_parts
 from himalaya_hest.adapters.registry import (

@@ -709,22 +709,6 @@ def _chance_said(records):
     known = {f"{np.mean(c[-1]):.3f}" for r in records if (c := chance_matrix(r))}
     return f"; final of the best constant answers: {', '.join(sorted(known))}" * bool(known)
 
-def byte_table(
-    record: dict, # a run's record, with bytes
-) -> Table: # one row a part, and the total
-    "What the adapter stores, in bytes; MB are 10^6 bytes."
-    parts = record.get("bytes") or {}
-    total = sum(parts.values())
-    rows = [
-        [name, int(n), n / 1e6, n / total if total else None]
-        for name, n in sorted(parts.items(), key=lambda p: -p[1])
-    ]
-    return Table(
-        f"{record['run_id']}: stored state",
-        ["part", "bytes", "MB", "share"],
-        rows + [["total", int(total), total / 1e6, 1.0 if total else None]],
-    )
-
 # %% ../../nbs/measures/06_records.ipynb #c1c5fa6c
 def byte_table(
     record: dict, # a run's record, with bytes

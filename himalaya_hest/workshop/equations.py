@@ -81,7 +81,7 @@ def load_equations(
     "The rows, in their order; `ValueError` for a row with other keys."
     out = []
     for part, rows in yaml.safe_load(
-        (path or PACKAGE / "data" / "equations.yaml").read_text(encoding="utf-8")
+        (path or PACKAGE / "workshop" / "equations.yaml").read_text(encoding="utf-8")
     ).items():
         for row in rows:
             if row.keys() != {"formula", "source", "functions", "notebook"}:
