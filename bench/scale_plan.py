@@ -444,7 +444,7 @@ def budgets():
 
 def fills_up():
     "Streams of tasks whose slots are all kept, on a small backbone: after how many tasks nothing is free, and what then happens."
-        from himalaya_hest.ground.hooks import TaskContext
+    from himalaya_hest.ground.hooks import TaskContext
     out, shape = [], ("llama", 128, 2, 4, 4, 344, 2048)
     for each, policy, tasks in ((3, "refuse", 26), (2, "refuse", 36), (1, "refuse", 68), (2, "evict", 36), (2, "overwrite", 36), (2, "merge", 36)):
         adapter, _ = built(dict(adapter="himalaya", adapter_config=dict(slots_per_task=each, parts=dict(when_full=policy))), shape, "float32", False, 2)
