@@ -9,6 +9,7 @@ __all__ = ['TaskContext', 'StreamHooks', 'HookList']
 from dataclasses import dataclass
 from typing import Iterable
 
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 # %% ../../nbs/ground/05_hooks.ipynb #c1b1c64f
@@ -107,18 +108,24 @@ class HookList(StreamHooks):
     def told(self): return {k: v for h in self.hooks for k, v in h.told().items()}
     def should_stop(self): return any([h.should_stop() for h in self.hooks])
     def on_task_end(self, loader): [h.on_task_end(loader) for h in self.hooks]
-    def _prefix(self, i): return f"{i}.{type(self.hooks[i]).__name__}."
-    def state_dict(self):
-        return {
-            self._prefix(i) + k: v
-            for i, h in enumerate(self.hooks) for k, v in h.state_dict().items()
-        }
-    def load_state_dict(self, state):
-        known = tuple(self._prefix(i) for i in range(len(self.hooks)))
-        if foreign := [k for k in state if not k.startswith(known)]:
-            raise KeyError(
-                f"checkpoint holds hook state {foreign[:3]}, expected names starting with "
-                f"{list(known)}: it belongs to other hooks"
-            )
-        for p, h in zip(known, self.hooks):
-            h.load_state_dict({k[len(p):]: v for k, v in state.items() if k.startswith(p)})
+
+# %% ../../nbs/ground/05_hooks.ipynb #13456ccd
+def _prefixes(hooks): return tuple(f"{i}.{type(h).__name__}." for i, h in enumerate(hooks))
+
+@patch
+def state_dict(self: HookList) -> dict[str, Tensor]:
+    "The states of all, each name behind its hook's."
+    prefixes = _prefixes(self.hooks)
+    return {p + k: v for p, h in zip(prefixes, self.hooks) for k, v in h.state_dict().items()}
+
+@patch
+def load_state_dict(self: HookList, state: dict[str, Tensor]) -> None:
+    "Restore what `state_dict` gave; `KeyError` for a state of other hooks."
+    known = _prefixes(self.hooks)
+    if foreign := [k for k in state if not k.startswith(known)]:
+        raise KeyError(
+            f"checkpoint holds hook state {foreign[:3]}, expected names starting with "
+            f"{list(known)}: it belongs to other hooks"
+        )
+    for p, h in zip(known, self.hooks):
+        h.load_state_dict({k[len(p):]: v for k, v in state.items() if k.startswith(p)})

@@ -21,18 +21,7 @@ def group_codes(
 ) -> tuple[Tensor, Tensor]: # codes (n, groups, group) in −T..T−1, float16 scales (n, groups)
     """Codes and least-squares scales of every group; the last group of a row is filled up with
     zeros. `ValueError` for other bits, shapes, or numbers that are not finite."""
-    # a wrong argument would give numbers that look right
-    if bits not in BITS or group < 1:
-        raise ValueError(
-            f"bits must be one of {BITS} and group positive, got bits={bits}, group={group}"
-        )
-    if x.dim() != 2 or not x.is_floating_point() or x.shape[1] == 0:
-        raise ValueError(
-            f"expected a floating-point matrix (n, d) with d > 0, got {x.dtype} of shape "
-            f"{tuple(x.shape)}"
-        )
-    if not bool(torch.isfinite(x).all()):
-        raise ValueError("cannot quantise a matrix that holds inf or nan")
+    _check_group(x, bits, group)
     # zeros fill the last group: they change neither its largest entry nor its scale
     top, n_groups = 2 ** (bits - 1), -(-x.shape[1] // group)
     g = torch.nn.functional.pad(
@@ -46,6 +35,20 @@ def group_codes(
     scale = (g * codes).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True).clamp_min(1)
     scale = scale.clamp(-_HALF_MAX, _HALF_MAX).half() + 0. # no negative zero
     return torch.where(scale == 0, 0., codes), scale.squeeze(-1)
+
+# %% ../../nbs/ground/03_quant.ipynb #deb66abd
+def _check_group(x, bits, group):
+    if bits not in BITS or group < 1:
+        raise ValueError(
+            f"bits must be one of {BITS} and group positive, got bits={bits}, group={group}"
+        )
+    if x.dim() != 2 or not x.is_floating_point() or x.shape[1] == 0:
+        raise ValueError(
+            f"expected a floating-point matrix (n, d) with d > 0, got {x.dtype} of shape "
+            f"{tuple(x.shape)}"
+        )
+    if not bool(torch.isfinite(x).all()):
+        raise ValueError("cannot quantise a matrix that holds inf or nan")
 
 # %% ../../nbs/ground/03_quant.ipynb #86844fd3
 def pack_planes(

@@ -19,6 +19,31 @@ def top_directions(
 ) -> tuple[Tensor, Tensor, Tensor]: # U (R, d_out), σ (R), V (R, d_in): float32, σ falling
     """The R leading singular pairs. `ValueError` for a rank that the matrix does not have, or
     numbers that are not finite."""
+    _check_weight(weight, rank)
+    # while shapes are planned there are no numbers to decompose
+    if weight.is_meta:
+        shapes = ((rank, weight.shape[0]), (rank,), (rank, weight.shape[1]))
+        return tuple(torch.empty(s, device="meta") for s in shapes)
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("cannot decompose a matrix that holds inf or nan")
+    # a pair has no sign of its own: one is chosen that any machine chooses
+    u, s, v = _decomposed(weight.detach().float(), rank, seed)
+    u, s, v = u[:, :rank].T, s[:rank], v[:, :rank].T
+    sign = torch.where(u.gather(1, u.abs().argmax(1, keepdim=True)) < 0, -1., 1.)
+    return (u * sign).contiguous(), s.contiguous(), (v * sign).contiguous()
+
+# %% ../../nbs/ground/02_spectral.ipynb #fa6fc9d4
+def _decomposed(w, rank, seed):
+    "U, σ, V of a matrix: all of them where it is small, a few more than asked where it is large."
+    small = min(w.shape)
+    with torch.random.fork_rng(devices=[w.device] if w.is_cuda else []):
+        torch.manual_seed(seed)
+        if small > EXACT_UP_TO: return torch.svd_lowrank(w, min(rank + 10, small), niter=4)
+        u, s, v = torch.linalg.svd(w, full_matrices=False)
+    return u, s, v.T
+
+# %% ../../nbs/ground/02_spectral.ipynb #85e69aa8
+def _check_weight(weight, rank):
     # packed weights arrive here as bytes, which have no directions
     if weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(
@@ -31,26 +56,3 @@ def top_directions(
             f"rank is {rank}; a matrix of shape {tuple(weight.shape)} has 1 to {small} "
             "directions"
         )
-    # while shapes are planned there are no numbers to decompose
-    if weight.is_meta:
-        return tuple(
-            torch.empty(s, device="meta")
-            for s in ((rank, weight.shape[0]), (rank,), (rank, weight.shape[1]))
-        )
-    if not bool(torch.isfinite(weight).all()):
-        raise ValueError("cannot decompose a matrix that holds inf or nan")
-    # a thin random matrix finds the leading pairs of a large weight; the caller's own random
-    # numbers go on as if none had been drawn here
-    w = weight.detach().float()
-    with torch.random.fork_rng(devices=[w.device] if w.is_cuda else []):
-        torch.manual_seed(seed)
-        u, s, v = (
-            torch.svd_lowrank(w, min(rank + 10, small), niter=4)
-            if small > EXACT_UP_TO
-            else torch.linalg.svd(w, full_matrices=False)
-        )
-    v = v if small > EXACT_UP_TO else v.T
-    # a pair has no sign of its own: one is chosen that any machine chooses
-    u, s, v = u[:, :rank].T, s[:rank], v[:, :rank].T
-    sign = torch.where(u.gather(1, u.abs().argmax(1, keepdim=True)) < 0, -1., 1.)
-    return (u * sign).contiguous(), s.contiguous(), (v * sign).contiguous()

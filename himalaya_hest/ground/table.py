@@ -9,6 +9,8 @@ __all__ = ['Table', 'table_html', 'table_markdown']
 import math
 from dataclasses import dataclass
 
+from fastcore.basics import patch
+
 # %% ../../nbs/ground/06_table.ipynb #d208c3bb
 def _shown(x):
     """A cell's text: three decimals for shares, no digits that mean nothing, a dash for what is not
@@ -79,6 +81,15 @@ def table_markdown(
         + [line(list(map(_shown, row))) for row in table.rows]
     )
 
-Table._repr_html_, Table._repr_markdown_, Table.markdown = (
-    table_html, table_markdown, table_markdown,
-)
+@patch
+def _repr_html_(self: Table): return table_html(self)
+
+@patch
+def _repr_markdown_(self: Table): return table_markdown(self)
+
+@patch
+def markdown(self: Table,
+    columns: tuple | None = None, # names of those that are wanted; None: all
+) -> str: # a Markdown table
+    "The title and the table in Markdown."
+    return table_markdown(self, columns)
