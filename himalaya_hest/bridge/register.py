@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILES', 'add_peft_type', 'register_peft_method', 'forget_peft_method', 'restore_methods', 'loading_text', 'RowStack',
-           'settle', 'make_room', 'prepare_quantised']
+           'make_room', 'settle', 'prepare_quantised']
 
 # %% ../../nbs/bridge/01_register.ipynb #8f6f1c79
 import functools
@@ -37,35 +37,41 @@ def add_peft_type(
 
 # %% ../../nbs/bridge/01_register.ipynb #d4b9ace2
 _SHIPPED = {} # name → what a module of this package registered under it
+_TABLES = (PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING)
 
 def register_peft_method(
     name: str, # lower case
     config_cls: type, # a PeftConfig
-    model_cls: type, # a BaseTuner with that prefix; `forward_args` of the class: keywords that are for it, not for the backbone
+    model_cls: type, # a BaseTuner with that prefix; its `forward_args`: keywords that never reach the backbone
     prefix: str = "", # of parameter names; empty: the name with "_" behind it
 ) -> None:
     "Make a method known to PEFT under a name; `ValueError` if PEFT has one of its own under it."
     member = add_peft_type(name.upper())
     if not getattr(member, "from_outside", False):
         raise ValueError(f"PEFT has a method named {name!r} of its own; choose another name")
-    for table in (PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING): table.pop(member, None)
+    for table in _TABLES: table.pop(member, None)
     peft.utils.register_peft_method(name=name, config_cls=config_cls, model_cls=model_cls, prefix=prefix or None)
     if config_cls.__module__.startswith("himalaya_hest."): _SHIPPED[name] = (config_cls, model_cls, prefix)
 
+# %% ../../nbs/bridge/01_register.ipynb #61e3955b
 def forget_peft_method(
     name: str, # as it was registered
 ) -> None:
-    "Undo `register_peft_method` and `add_peft_type`, for examples and tests; `ValueError` if the method is PEFT's own."
+    """Undo `register_peft_method` and `add_peft_type`, for examples and tests; `ValueError` if the method
+    is PEFT's own."""
     member = add_peft_type(name.upper())
-    if not getattr(member, "from_outside", False): raise ValueError(f"PEFT has a method named {name!r} of its own; only those from outside can be forgotten")
-    for table in (PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING): table.pop(member, None)
+    if not getattr(member, "from_outside", False):
+        raise ValueError(f"PEFT has a method named {name!r} of its own; only those from outside can be forgotten")
+    for table in _TABLES: table.pop(member, None)
+    # what `add_peft_type` wrote into the enum
     PeftType._member_names_.remove(member.value)
     for names in (PeftType._member_map_, PeftType._value2member_map_): del names[member.value]
     type.__delattr__(PeftType, member.value)
 
 # %% ../../nbs/bridge/01_register.ipynb #486d80b2
 def restore_methods() -> None:
-    "Register the package's own classes again, after a notebook that has registered classes of its own under their names."
+    """Register the package's own classes again, after a notebook that has registered classes of its own
+    under their names."""
     for name, registered in _SHIPPED.items(): register_peft_method(name, *registered)
 
 # %% ../../nbs/bridge/01_register.ipynb #fb80ad36
@@ -76,9 +82,11 @@ def _fill_forward_args(cls):
     @functools.wraps(init)
     def wrapped(self, *args, **kwargs):
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning) # PEFT 0.21 asks transformers by the old name
+            # PEFT 0.21 asks transformers by the old name
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             init(self, *args, **kwargs)
-        self.special_peft_forward_args = set(self.special_peft_forward_args) | set(getattr(type(self.base_model), "forward_args", ()))
+        own = getattr(type(self.base_model), "forward_args", ())
+        self.special_peft_forward_args = set(self.special_peft_forward_args) | set(own)
     wrapped.fills_forward_args = True
     cls.__init__ = wrapped
 
@@ -90,8 +98,10 @@ def loading_text(
     module: str, # that defines its config
 ) -> str: # Markdown
     "What the model card says about loading."
-    return (f"## Loading\n\n`{name}` is not part of PEFT: import the module that defines it first. A process that does not fails with `KeyError: '{name}'`.\n\n"
-            f"```python\nimport {module}\nfrom peft import AutoPeftModelForCausalLM\n\nmodel = AutoPeftModelForCausalLM.from_pretrained(\"this folder\")\n```")
+    return (f"## Loading\n\n`{name}` is not part of PEFT: import the module that defines it first. A process that does "
+            f"not fails with `KeyError: '{name}'`.\n\n```python\nimport {module}\n"
+            "from peft import AutoPeftModelForCausalLM\n\n"
+            "model = AutoPeftModelForCausalLM.from_pretrained(\"this folder\")\n```")
 
 def _say_import(cls):
     "Let the model card of adapters from outside say what to import; once."
@@ -101,10 +111,12 @@ def _say_import(cls):
     def wrapped(self, output_dir):
         write(self, output_dir)
         card = Path(output_dir)/"README.md"
+        # a card may be that of several adapters, and be written again
         for kind in {PeftType(c.peft_type) for c in self.peft_config.values()}:
             text = loading_text(kind.value, PEFT_TYPE_TO_CONFIG_MAPPING[kind].__module__)
             said = card.read_text(encoding="utf-8")
-            if hasattr(kind, "from_outside") and text not in said: card.write_text(f"{said.rstrip()}\n\n{text}\n", encoding="utf-8")
+            if hasattr(kind, "from_outside") and text not in said:
+                card.write_text(f"{said.rstrip()}\n\n{text}\n", encoding="utf-8")
     wrapped.says_import = True
     cls.create_or_update_model_card = wrapped
 
@@ -119,7 +131,9 @@ def _guard(cls, name, by):
     inner = getattr(method, "__func__", method)
     if hasattr(inner, "guards_files"): return
     @functools.wraps(inner)
-    def wrapped(self, *args, **kwargs): return getattr(importlib.import_module(FILES), by)(functools.partial(inner, self), self, *args, **kwargs)
+    def wrapped(self, *args, **kwargs):
+        guard = getattr(importlib.import_module(FILES), by)
+        return guard(functools.partial(inner, self), self, *args, **kwargs)
     wrapped.guards_files = True
     setattr(cls, name, classmethod(wrapped) if isinstance(method, classmethod) else wrapped)
 
@@ -138,20 +152,18 @@ class RowStack(nn.Module):
     ):
         super().__init__()
         self.register_buffer("rows", torch.zeros(0, width, device=device, dtype=dtype))
-        self.register_load_state_dict_pre_hook(lambda stack, state, prefix, *rest: stack.resize(len(state[prefix + "rows"])) if prefix + "rows" in state else None)
-    def resize(self, n: int) -> None: # rows afterwards; if that is another number, their values are for the caller to fill in
+        self.register_load_state_dict_pre_hook(_as_many_rows)
+    def resize(self, n: int) -> None: # rows afterwards
+        "Another number of rows than there are: all are zero, for the caller to fill in."
         if n != len(self.rows): self.rows = self.rows.new_zeros(n, self.rows.shape[1])
     def add(self, rows: Tensor) -> None: # (n, width)
         self.rows = torch.cat([self.rows, rows.detach().to(self.rows)])
     def __len__(self): return len(self.rows)
 
-def settle(
-    core: nn.Module, # that PEFT has just filled from a file
-    device: torch.device | str,
-) -> None:
-    "Move it to its device; its parameters become float32, which a file may hold in half."
-    for p in core.to(device).parameters(): p.data = p.data.float()
+def _as_many_rows(stack, state, prefix, *rest): # before a state is loaded
+    if prefix + "rows" in state: stack.resize(len(state[prefix + "rows"]))
 
+# %% ../../nbs/bridge/01_register.ipynb #cb60a23a
 def make_room(
     model: nn.Module,
     tensors: dict[str, Tensor], # by the names that the model's buffers have
@@ -160,14 +172,24 @@ def make_room(
     for name, m in model.named_modules():
         if isinstance(m, RowStack): m.resize(len(tensors.get(f"{name}.rows", ())))
 
+# %% ../../nbs/bridge/01_register.ipynb #7dcdefb0
+def settle(
+    core: nn.Module, # that PEFT has just filled from a file
+    device: torch.device | str,
+) -> None:
+    "Move it to its device; its parameters become float32, which a file may hold in half."
+    for p in core.to(device).parameters(): p.data = p.data.float()
+
 # %% ../../nbs/bridge/01_register.ipynb #c4a01ecf
 def prepare_quantised(
     model: nn.Module, # just loaded
 ) -> int: # how many 4-bit layers it has
     "Keep gradients through 4-bit layers exact on a CPU; `ValueError` if an evaluation has spoilt one already."
     layers = [(n, m) for n, m in model.named_modules() if hasattr(m, "support_avx512bf16_for_cpu")]
-    if spoilt := [n for n, m in layers if getattr(getattr(m.weight, "quant_state", None), "packing_format_for_cpu", False)]:
-        raise ValueError(f"{spoilt[0]} was repacked by an evaluation before prepare_quantised was called, and gradients through it are lost; "
-                         "load the backbone again and call prepare_quantised right after loading")
+    states = [(n, getattr(m.weight, "quant_state", None)) for n, m in layers]
+    if spoilt := [n for n, state in states if getattr(state, "packing_format_for_cpu", False)]:
+        raise ValueError(
+            f"{spoilt[0]} was repacked by an evaluation before prepare_quantised was called, and gradients through it "
+            "are lost; load the backbone again and call prepare_quantised right after loading")
     for _, m in layers: m.support_avx512bf16_for_cpu = False
     return len(layers)
