@@ -11,10 +11,12 @@ import hashlib
 import torch
 from torch import Tensor
 
+from .choices import DIGESTED, PRESETS, Parts
 from .method import HimalayaCore, gates_of
-from .config import Parts
 
 # %% ../../nbs/himalaya/13_answers.ipynb #e5e9c591
+def _digest(tensors): return hashlib.blake2b(b"".join(tensors), digest_size=16)
+
 @torch.no_grad()
 def slot_digests(
     core: HimalayaCore,
@@ -22,13 +24,11 @@ def slot_digests(
 ) -> dict[int, bytes]: # slot → 16 bytes
     "A digest of each slot's read and write vectors in all spaces, and of its gains at all sites."
     book, out = core.dictionary, {}
+    vectors = [p for side in (book.read, book.write) for _, p in sorted(side.items())]
     for k in slots:
-        parts = [p[k] for side in (book.read, book.write) for _, p in sorted(side.items())] + [
-            book.gain[:, k]
-        ]
-        out[k] = hashlib.blake2b(
-            torch.cat([t.detach().float().cpu() for t in parts]).numpy().tobytes(), digest_size=16
-        ).digest()
+        numbers = torch.cat([
+            t.detach().float().cpu() for t in (*(p[k] for p in vectors), book.gain[:, k])])
+        out[k] = _digest([numbers.numpy().tobytes()]).digest()
     return out
 
 # %% ../../nbs/himalaya/13_answers.ipynb #a4213b2e
@@ -36,11 +36,7 @@ def has_digests(
     parts: Parts, # of a core
 ) -> bool:
     "Has this form of the method answers that a digest can speak for?"
-    return (parts.routing, parts.gates, parts.update) == (
-        "sequence",
-        "budget",
-        "asymmetric",
-    ) and not parts.kd_tree
+    return all(getattr(parts, n) == getattr(PRESETS["default"], n) for n in DIGESTED)
 
 # %% ../../nbs/himalaya/13_answers.ipynb #1367fb32
 @torch.no_grad()
@@ -53,9 +49,9 @@ def prompt_keys(
     if not has_digests(core.parts): return None
     logits, c = core.router(core.router.features(e, tau))
     opened, gates = gates_of(core, logits, False)
-    strength = (gates * c).float().cpu()
+    strength, opened = (gates * c).float().cpu(), opened.cpu()
     slots = slot_digests(core, opened.any(0).nonzero().squeeze(1).tolist())
-    key = lambda row, ks: hashlib.blake2b(
-        b"".join(slots[k] + row[k].numpy().tobytes() for k in ks), digest_size=16
-    ).hexdigest()
-    return [key(row, on.nonzero().squeeze(1).tolist()) for row, on in zip(strength, opened.cpu())]
+    def key(row, on):
+        acting = on.nonzero().squeeze(1).tolist()
+        return _digest([slots[k] + row[k].numpy().tobytes() for k in acting]).hexdigest()
+    return [key(row, on) for row, on in zip(strength, opened)]

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ground.linalg import unit
+from .choices import FIXED_SHAPES, PRESETS
 from .dictionary import Dictionary, ball
 from .method import HimalayaCore
-from ..ground.linalg import unit
 from .router import BudgetGates, first_slots
 
 # %% ../../nbs/himalaya/14_compiled.ipynb #1172849e
@@ -21,15 +22,10 @@ def fixed_faults(
     core: HimalayaCore,
 ) -> list[str]: # empty where the core can be routed in fixed shapes
     "The parts of a core that have no form in fixed shapes."
-    p = core.parts
-    wanted = dict(update="asymmetric", routing="sequence", kd_tree=False) | (
-        dict(gates="budget") if core.training else {}
-    )
-    return [
-        f"{name}={getattr(p, name, None)!r} (expected {value!r})"
-        for name, value in wanted.items()
-        if getattr(p, name, None) != value
-    ]
+    names = (*FIXED_SHAPES, "gates") if core.training else FIXED_SHAPES
+    wanted = {n: getattr(PRESETS["default"], n) for n in names}
+    found = {n: getattr(core.parts, n, None) for n in names}
+    return [f"{n}={found[n]!r} (expected {v!r})" for n, v in wanted.items() if found[n] != v]
 
 # %% ../../nbs/himalaya/14_compiled.ipynb #9845cc61
 def fixed_slots(
@@ -39,20 +35,18 @@ def fixed_slots(
 ) -> tuple[Tensor, Tensor]: # slots (b, S) int64, coefficients (b, S)
     "The S places of every sequence."
     logits, c = core.router(phi)[:2]
-    # relaxed gates take the three highest
-    threshold = core.logit_threshold if core.parts.gates == "budget" else -torch.inf
-    owner = core.owner if core.parts.gates == "budget" else core.owner.clamp_max(0)
+    # gates without a threshold take the highest, whoever's slots they are
+    hard, limit = core.parts.gates == "budget", core.slots_per_sequence
+    threshold, owner = core.logit_threshold, core.owner
+    if not hard: threshold, owner = -torch.inf, core.owner.clamp_max(0)
     current = core.current if training else torch.full_like(core.current, -1)
-    slots, opened = first_slots(logits, owner, current, threshold, core.slots_per_sequence)
+    slots, opened = first_slots(logits, owner, current, threshold, limit)
     a = c.gather(1, slots)
     if training:
-        pi = BudgetGates.apply(
-            logits / core.temperature, core.slots_per_sequence, core.owner >= 0
-        ).gather(1, slots)
+        pi = BudgetGates.apply(logits / core.temperature, limit, core.owner >= 0).gather(1, slots)
         a = a * (1 + (pi - pi.detach()))
-        acting = torch.zeros_like(core.opened).index_add(
-            0, slots.flatten(), opened.flatten().to(core.opened.dtype)
-        )
+        acting = torch.zeros_like(core.opened)
+        acting = acting.index_add(0, slots.flatten(), opened.flatten().to(core.opened.dtype))
         core.opened += acting; core.usage += acting
     return torch.where(opened, slots, 0), torch.where(opened, a, 0.)
 
@@ -84,11 +78,8 @@ def strengths(
     book, out = dictionary, [None] * len(dictionary.sites)
     v = a[:, None] * book.gain.T[slots].mT # (b, sites, S)
     for pair, group in book.groups.items():
-        part = (
-            ball(v[:, group], grams[pair], book.gamma)
-            if book.norm_rescaling
-            else book.gamma * v[:, group]
-        )
+        if book.norm_rescaling: part = ball(v[:, group], grams[pair], book.gamma)
+        else: part = book.gamma * v[:, group]
         for i, s in zip(group, part.unbind(1)): out[i] = s
     return out
 
@@ -100,15 +91,11 @@ def fixed_update(
 ) -> FixedUpdate:
     "Gather every sequence's slots and bring their coefficients into the ball, for all sites."
     book, norm = dictionary, unit if dictionary.norm_rescaling else (lambda x: x)
-    reads, writes = (
-        {k: norm(p[slots]) for k, p in side.items()} for side in (book.read, book.write)
-    )
+    reads = {k: norm(p[slots]) for k, p in book.read.items()}
+    writes = {k: norm(p[slots]) for k, p in book.write.items()}
     grams = {(r, w): (reads[r] @ reads[r].mT) * (writes[w] @ writes[w].mT) for r, w in book.groups}
-    return FixedUpdate(
-        strengths(book, slots, a, grams),
-        [reads[r] for r, _ in book.spaces],
-        [writes[w] for _, w in book.spaces],
-    )
+    read, write = [reads[r] for r, _ in book.spaces], [writes[w] for _, w in book.spaces]
+    return FixedUpdate(strengths(book, slots, a, grams), read, write)
 
 # %% ../../nbs/himalaya/14_compiled.ipynb #4db29982
 def fixed_route(
@@ -119,7 +106,6 @@ def fixed_route(
     "What `core.route` does, in fixed shapes; `ValueError` for parts of the method that have none."
     if faults := fixed_faults(core):
         raise ValueError(f"no routing in fixed shapes for {', '.join(faults)}")
-    return fixed_update(
-        core.dictionary,
-        *fixed_slots(core, core.router.features(e, tau), core.training and torch.is_grad_enabled()),
-    )
+    training = core.training and torch.is_grad_enabled()
+    slots, a = fixed_slots(core, core.router.features(e, tau), training)
+    return fixed_update(core.dictionary, slots, a)
