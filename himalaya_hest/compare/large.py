@@ -8,10 +8,11 @@ __all__ = ['large_llama', 'large_adapter', 'large_bytes']
 # %% ../../nbs/compare/02_large.ipynb #3949b95c
 import torch
 
-from ..himalaya.config import in_parts
+from ..himalaya.flat_form import in_parts
 from ..himalaya.packing import fill_of, packed_bytes, Fill
-from ..running.plan import _state_bytes
-from ..adapters.registry import Adapter, build_adapter, parse_adapter
+from ..running.shapes import _state_bytes
+from ..adapters.names import parse_adapter
+from ..adapters.registry import Adapter, build_adapter
 
 # %% ../../nbs/compare/02_large.ipynb #71ff47ca
 def large_llama(
@@ -20,17 +21,11 @@ def large_llama(
 ): # transformers.LlamaForCausalLM on the meta device
     "A Llama-2-7B by its shapes alone."
     from transformers import LlamaConfig, LlamaForCausalLM
-    with torch.device("meta"):
-        return LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=width,
-                intermediate_size=11008 * width // 4096,
-                num_hidden_layers=layers,
-                num_attention_heads=32,
-                num_key_value_heads=32,
-                vocab_size=32000,
-            )
-        )
+    shape = LlamaConfig(
+        hidden_size=width, intermediate_size=11008 * width // 4096, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=32, vocab_size=32000,
+    )
+    with torch.device("meta"): return LlamaForCausalLM(shape)
 
 # %% ../../nbs/compare/02_large.ipynb #d3ddbd7f
 def large_adapter(
@@ -39,9 +34,8 @@ def large_adapter(
     "The record's adapter on the large model."
     c = record["config"]
     method, fields = parse_adapter(c["adapter"])[0], dict(c.get("adapter_config") or {})
-    if method == "himalaya":
-        # to count what would be over the budget, too
-        fields = in_parts(fields, c["preset"]) | dict(budget_mb=None)
+    # without a limit, to count what would be over the budget, too
+    if method == "himalaya": fields = in_parts(fields, c["preset"]) | dict(budget_mb=None)
     with torch.device("meta"):
         return build_adapter(method, large_llama(), None, c["preset"], fields, None, c["seed"])
 
@@ -51,17 +45,13 @@ def large_bytes(
     record: dict, # the same run, whole or stopped after n tasks
 ) -> int:
     "Bytes kept after the record's tasks, at d = 4096 and 32 layers."
-    n, c, (method, ewc) = (
-        len(record["tasks"]),
-        record["config"],
-        parse_adapter(record["config"]["adapter"]),
-    )
+    n, c = len(record["tasks"]), record["config"]
+    method, ewc = parse_adapter(c["adapter"])
     if c.get("protocol") == "zero_shot": return 0
     if method == "himalaya": size = _himalaya_bytes(adapter.tuner, record, n)
     else: size = _state_bytes(adapter, n)
-    if ewc:
-        # Fisher information and anchor
-        size += 8 * sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
+    # EWC keeps Fisher information and anchor, two numbers for each that is trained
+    if ewc: size += 8 * sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
     return size * (n if c.get("protocol") == "single" else 1)
 
 # %% ../../nbs/compare/02_large.ipynb #61a0241d
@@ -70,10 +60,6 @@ def _himalaya_bytes(tuner, record, n):
     core, config = tuner.core(), tuner.peft_config["default"]
     most, life = fill_of(core, full=True), record.get("dictionary")
     used = most.slots - life[-1]["free"] if life else most.slots
-    return sum(
-        packed_bytes(
-            core,
-            bits=getattr(config, "atom_bits", None) or 3,
-            filled=Fill(used, min(n, most.prototypes), most.tokens),
-        ).values()
-    )
+    filled = Fill(used, min(n, most.prototypes), most.tokens)
+    bits = getattr(config, "atom_bits", None) or 3
+    return sum(packed_bytes(core, bits=bits, filled=filled).values())

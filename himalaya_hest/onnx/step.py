@@ -62,7 +62,7 @@ def take_rows(
 # %% ../../nbs/onnx/01_step.ipynb #9fdaf6d6
 DOMAIN, OPSET = "himalaya", 18 # BitwiseAnd needs 18, which ONNX Runtime has had since 1.14
 _HEAD = f'<domain: "{DOMAIN}", opset_import: ["": {OPSET}, "{DOMAIN}": 1]>\n'
-ROWS = _HEAD + """
+_CODES = """
 Rows <group, width> (planes, scales, slots) => (rows) {
   taken = Gather (planes, slots)
   last = Constant <value_ints = [-1]> ()
@@ -85,6 +85,10 @@ Rows <group, width> (planes, scales, slots) => (rows) {
   weighted = Mul (bits, weights)
   axis = Constant <value_ints = [2]> ()
   code = ReduceSum <keepdims = 0> (weighted, axis)
+"""
+
+# %% ../../nbs/onnx/01_step.ipynb #81f7e2df
+ROWS = _HEAD + _CODES + """\
   size = Constant <value_ints: ints = @group> ()
   keep = Constant <value_ints = [0, 0, -1]> ()
   grouped = Concat <axis = 0> (keep, size)

@@ -11,31 +11,39 @@ import re
 
 import numpy as np
 
-from ..running.config import evaluation_schedule
+from ..running.scales import evaluation_schedule
 from ..measures.continual import continual_summary, evaluated_rows
 from ..compare.large import large_adapter, large_bytes
 from ..compare.pairs import method_of
 from ..ground.table import Table
-from ..measures.records import same_world, score_array
-from ..compare.figures import DARK, MIDDLE, Chart, new_figure, plain_axes
+from ..measures.record_scores import same_world, score_array
+from himalaya_hest.compare.charts import (
+    DARK, MIDDLE, Chart, legend_below, new_figure, plain_axes
+)
 
 # %% ../../nbs/study/02_curves.ipynb #75454bdc
+def _check_rows(record, n):
+    "The tasks that a stream of n is evaluated after, which a longer one may not have been."
+    T = len(record["tasks"])
+    if not 1 <= n <= T:
+        raise ValueError(f"run {record['run_id']!r} has {T} tasks, {n} were asked for")
+    wanted = set(evaluation_schedule(n))
+    there = set((evaluated_rows(score_array(record)) + 1).tolist()) | {1}
+    if missing := sorted(wanted - there):
+        raise ValueError(
+            f"run {record['run_id']!r} was not evaluated in full after tasks {missing}: "
+            f"{n} tasks need that; run it with evaluation.after_tasks"
+        )
+    return wanted
+
+# %% ../../nbs/study/02_curves.ipynb #a0170c89
 def stopped_after(
     record: dict, # a run's record
     n: int, # tasks
 ) -> dict: # summary, matrix, tasks, dictionary, kept_bytes, as if the stream had n tasks
     """The record of a run's first n tasks. Raises ValueError where a row that n tasks need was not
     evaluated."""
-    T, R = len(record["tasks"]), score_array(record)
-    if not 1 <= n <= T:
-        raise ValueError(f"run {record['run_id']!r} has {T} tasks, {n} were asked for")
-    # a stream of n tasks is evaluated after other tasks than a longer one
-    wanted, there = set(evaluation_schedule(n)), set((evaluated_rows(R) + 1).tolist()) | {1}
-    if missing := sorted(wanted - there):
-        raise ValueError(
-            f"run {record['run_id']!r} was not evaluated in full after tasks {missing}: "
-            f"{n} tasks need that; run it with evaluation.after_tasks"
-        )
+    wanted, R = _check_rows(record, n), score_array(record)
     # rows that n tasks would not have had are left out, as if they had never been measured
     kept = [
         [R[i, j] if j <= i and (i + 1 in wanted or i == j) else None for j in range(n)]
@@ -43,7 +51,7 @@ def stopped_after(
     ]
     out = {k: (record.get(k) or [])[:n] for k in ("tasks", "dictionary", "kept_bytes")}
     # a run that noted no sizes on its way has that at its end alone
-    if not out["kept_bytes"] and n == T:
+    if not out["kept_bytes"] and n == len(record["tasks"]):
         out["kept_bytes"] = [None] * (n - 1) + [round(record["summary"]["adapter_mb"] * 1e6)]
     return record | out | dict(matrix=kept, summary=continual_summary(kept))
 
@@ -64,6 +72,16 @@ def _point(record, large, n):
     }
 
 # %% ../../nbs/study/02_curves.ipynb #71fca179
+def _mean(rows, key):
+    "A measure that one of the runs lacks has no mean."
+    values = [row[key] for row in rows]
+    return None if None in values else float(np.mean(values))
+
+def _by_size(item): # ((method, length), rows)
+    "By length, then by name with the numbers in it as numbers: K 40 before K 100."
+    (method, n), _ = item
+    return n, [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", method)]
+
 def curve_points(
     records: list[dict], # of one world, of any methods
     lengths: tuple = LENGTHS, # of streams; those that a run is too short for are left out
@@ -74,17 +92,9 @@ def curve_points(
         large = large_adapter(r)
         for n in (n for n in lengths if n <= len(r["tasks"])):
             found.setdefault((method_of(r), n), []).append(_point(r, large, n))
-    # a measure that one of the runs lacks has no mean
-    mean = lambda rows, k: (
-        None if any(row[k] is None for row in rows) else float(np.mean([row[k] for row in rows]))
-    )
-    # by length, then by name with the numbers in it as numbers: K 40 before K 100
-    by_size = lambda item: (
-        item[0][1], [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", item[0][0])]
-    )
     return [
-        dict(method=m, tasks=n, n=len(rows)) | {k: mean(rows, k) for k in rows[0]}
-        for (m, n), rows in sorted(found.items(), key=by_size)
+        dict(method=m, tasks=n, n=len(rows)) | {k: _mean(rows, k) for k in rows[0]}
+        for (m, n), rows in sorted(found.items(), key=_by_size)
     ]
 
 # %% ../../nbs/study/02_curves.ipynb #8bc32da7
@@ -107,10 +117,7 @@ def crossing(
     theirs, # (m,) the other
 ) -> float | None: # None: no crossing in the range
     "The first x at which the curves meet, linear between the points."
-    x, d = (
-        np.asarray(x, dtype=float),
-        np.asarray(ours, dtype=float) - np.asarray(theirs, dtype=float),
-    )
+    x, d = np.asarray(x, dtype=float), np.array(ours, dtype=float) - np.asarray(theirs, dtype=float)
     for i in range(len(x)):
         if d[i] == 0: return float(x[i])
         if i + 1 < len(x) and d[i] * d[i + 1] < 0:
@@ -122,13 +129,10 @@ CONTROL = "lora-bank"
 
 def _over_tasks(points, method, control, measure):
     "(tasks, method's values, control's values) where both are known."
-    value = {(p["method"], p["tasks"]): p[measure] for p in points}
-    x = sorted({
-        p["tasks"] for p in points
-        if value.get((method, p["tasks"])) is not None
-        and value.get((control, p["tasks"])) is not None
-    })
-    return x, [value[method, n] for n in x], [value[control, n] for n in x]
+    of = lambda m: {p["tasks"]: p[measure] for p in points if p["method"] == m}
+    ours, theirs = of(method), of(control)
+    x = sorted(n for n in ours if ours[n] is not None and theirs.get(n) is not None)
+    return x, [ours[n] for n in x], [theirs[n] for n in x]
 
 # %% ../../nbs/study/02_curves.ipynb #e43af4a8
 def _told(x, ours, theirs, names, unit, smaller=False):
@@ -142,48 +146,42 @@ def _told(x, ours, theirs, names, unit, smaller=False):
     return [at, f"{leads(0)} leads at {x[0]:.4g} {unit}, {leads(-1)} at {x[-1]:.4g}"]
 
 # %% ../../nbs/study/02_curves.ipynb #66622f5d
+def _against_tasks(points, methods, control):
+    "Every method with the control."
+    rows = []
+    for measure in ("AUC", "final", "MB mini", "MB large"):
+        for m in (m for m in methods if m != control):
+            x, ours, theirs = _over_tasks(points, m, control, measure)
+            if not x: continue
+            told = _told(x, ours, theirs, (m, control), "tasks", measure.startswith("MB"))
+            rows.append([f"{measure} against tasks", m, *told])
+    return rows
+
+# %% ../../nbs/study/02_curves.ipynb #10120aa1
+def _against_bytes(points, n, mb, control, family):
+    "One length of stream and kind of bytes; no row where one of the two curves has no point."
+    here = [p for p in points if p["tasks"] == n and p[mb] is not None]
+    curve = sorted((p[mb], p["AUC"]) for p in here if p["method"].startswith(family))
+    its = next((p for p in here if p["method"] == control), None)
+    if not curve or not its: return []
+    x, ours = zip(*curve)
+    at, told = _told(x, ours, [its["AUC"]] * len(x), (family, control), "MB")
+    told += f"; {control} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}"
+    return [[f"AUC of {n} tasks against {mb}", family, at, told]]
+
+# %% ../../nbs/study/02_curves.ipynb #d0f639a6
 def crossing_table(
     points: list[dict], # from `curve_points`
     control: str = CONTROL, # a method
     family: str = "himalaya", # adapter whose sizes make a curve over bytes
 ) -> Table: # a row a pair of curves
     "Where each method's curves cross the control's. Raises ValueError without the control."
-    methods, rows = list(dict.fromkeys(p["method"] for p in points)), []
+    methods = list(dict.fromkeys(p["method"] for p in points))
     if control not in methods:
         raise ValueError(f"the control {control!r} is not among the methods {methods}")
-    # against tasks: every method with the control
-    for measure in ("AUC", "final", "MB mini", "MB large"):
-        for m in (m for m in methods if m != control):
-            x, ours, theirs = _over_tasks(points, m, control, measure)
-            if x:
-                rows.append(
-                    [f"{measure} against tasks", m]
-                    + _told(x, ours, theirs, (m, control), "tasks", measure.startswith("MB"))
-                )
-    # against bytes: the family's sizes make the curve, the control's score is a level
+    rows, lengths = _against_tasks(points, methods, control), sorted({p["tasks"] for p in points})
     for mb in ("MB mini", "MB large"):
-        for n in sorted({p["tasks"] for p in points}):
-            curve = sorted(
-                (p[mb], p["AUC"]) for p in points
-                if p["tasks"] == n and p["method"].startswith(family) and p[mb] is not None
-            )
-            # the control has one size, so its curve is a level
-            its = next(
-                (
-                    p for p in points
-                    if p["tasks"] == n and p["method"] == control and p[mb] is not None
-                ),
-                None,
-            )
-            if not curve or not its: continue
-            told = _told(
-                [c[0] for c in curve], [c[1] for c in curve], [its["AUC"]] * len(curve),
-                (family, control), "MB",
-            )
-            rows.append([
-                f"AUC of {n} tasks against {mb}", family, told[0],
-                f"{told[1]}; {control} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}",
-            ])
+        for n in lengths: rows += _against_bytes(points, n, mb, control, family)
     return Table(f"Crossings with {control}", ["curves", "method", "at", "who leads"], rows)
 
 # %% ../../nbs/study/02_curves.ipynb #cd7fea0c
@@ -260,37 +258,23 @@ def tasks_chart(
     axes.set_xticks(range(len(lengths)), lengths)
     axes.set_xlim(-.3, len(lengths) - .3)
     axes.set_xlabel("tasks learned one after another", fontsize=9)
-    # one legend, since all panels show the same methods
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=7.5,
-        frameon=False,
-    )
-    return Chart(
-        (
-            "tasks" if measures == ("AUC", "final")
-            else "tasks_" + "_".join(m.replace(" ", "_") for m in measures)
-        ),
-        figure,
-    )
+    legend_below(figure, axes)
+    topic = "_".join(m.replace(" ", "_") for m in measures)
+    return Chart("tasks" if measures == ("AUC", "final") else f"tasks_{topic}", figure)
 
 # %% ../../nbs/study/02_curves.ipynb #10c17d0e
 def _tasks_panel(axes, points, measure, looks, lengths):
     "One measure: a line a method, every point with its value."
-    mb = measure.startswith("MB")
+    mb, color = measure.startswith("MB"), lambda p: looks[p["method"]]["color"]
     plain_axes(axes)
     for m, look in looks.items():
         line = [(lengths.index(p["tasks"]), p[measure]) for p in points if p["method"] == m]
         if line: axes.plot(*zip(*line), markersize=4.5, linewidth=1.2, label=m, **look)
     # all texts of one length at once, so that they can be moved apart
+    gap = .05 * _decades(points, measure) if mb else .055
+    text = lambda p: (p[measure], _short(p["method"]), f"{p[measure]:.2f}", color(p))
     for i, n in enumerate(lengths):
-        _write_points(
-            axes, i,
-            [
-                (p[measure], _short(p["method"]), f"{p[measure]:.2f}", looks[p["method"]]["color"])
-                for p in points if p["tasks"] == n
-            ],
-            .05 * _decades(points, measure) if mb else .055, .1, mb,
-        )
+        _write_points(axes, i, [text(p) for p in points if p["tasks"] == n], gap, .1, mb)
     if mb: axes.set_yscale("log"); axes.margins(y=.12); axes.yaxis.set_major_formatter("{x:g}")
     else: axes.set_ylim(0, 1.08)
     # the limit that the study's question sets
@@ -310,32 +294,31 @@ _AXES = {
 }
 
 # %% ../../nbs/study/02_curves.ipynb #845f9e70
-def _bytes_panel(axes, points, mb, measure, looks, control):
-    """One length of stream: the family's curve over its sizes, everything else as points, the
-    control's level."""
-    plain_axes(axes)
+def _draw_sizes(axes, points, mb, measure, looks, control):
+    "The family's curve over its sizes, every method as a point, and the control's level."
     curve = sorted((p[mb], p[measure]) for p in points if p["method"].startswith("himalaya"))
-    axes.plot(*zip(*curve), color=DARK, linewidth=1) if curve else None
-    # the control's level through the panel shows where the curve reaches it
+    if curve: axes.plot(*zip(*curve), color=DARK, linewidth=1)
     for p in points:
+        look = {k: looks[p["method"]][k] for k in ("marker", "color")}
         axes.plot(
-            p[mb], p[measure], linestyle="none", markersize=5, zorder=5,
-            marker=looks[p["method"]]["marker"], color=looks[p["method"]]["color"],
-            label=p["method"],
+            p[mb], p[measure], linestyle="none", markersize=5, zorder=5, label=p["method"], **look
         )
+        # the level through the panel shows where the curve reaches it
         if p["method"] == control:
             axes.axhline(p[measure], color=MIDDLE, linewidth=.8, linestyle=":")
-    # texts to the left of points at the right edge, moved apart as in the other figure
+
+# %% ../../nbs/study/02_curves.ipynb #d8133039
+def _bytes_panel(axes, points, mb, measure, looks, control):
+    "One length of stream, every point with its name and value."
+    plain_axes(axes)
+    _draw_sizes(axes, points, mb, measure, looks, control)
     wide = max(p[mb] for p in points)
     for p, y in zip(points, _apart([p[measure] for p in points], .075)):
-        right = p[mb] > .6 * wide
-        axes.annotate(
-            f"{_short(p['method'])}  {p[measure]:.2f}", (p[mb], p[measure]),
-            (p[mb] + (-.05 if right else .05) * wide, y), ha="right" if right else "left",
-            color=looks[p["method"]]["color"], **_LABEL,
-        )
-    axes.set_xlim(0, 1.12 * wide)
-    axes.set_ylim(0, 1.08)
+        right, text = p[mb] > .6 * wide, f"{_short(p['method'])}  {p[measure]:.2f}"
+        at = p[mb] + (-.05 if right else .05) * wide, y
+        look = dict(ha="right" if right else "left", color=looks[p["method"]]["color"])
+        axes.annotate(text, (p[mb], p[measure]), at, **look, **_LABEL)
+    axes.set(xlim=(0, 1.12 * wide), ylim=(0, 1.08))
 
 # %% ../../nbs/study/02_curves.ipynb #29b72026
 def bytes_chart(
@@ -358,12 +341,7 @@ def bytes_chart(
             axes.set_title(f"{n} tasks", fontsize=9)
             axes.set_xlabel(_AXES[mb].replace("\n", " "), fontsize=7.5)
         row[0].set_ylabel(_AXES.get(measure, measure), fontsize=9)
-    # panels repeat their labels; the legend has each of them once
-    handles = dict(zip(*grid[0][0].get_legend_handles_labels()[::-1]))
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=7.5,
-        frameon=False,
-    )
+    legend_below(figure, grid[0][0])
     return Chart(f"bytes_{measure.replace(' ', '_')}", figure)
 
 # %% ../../nbs/study/02_curves.ipynb #fdcd2b73
