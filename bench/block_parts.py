@@ -1,60 +1,18 @@
-"""What block_costs.py, block_speed.py and gpu_blocks.py share: random backbones, draws of states
-with exact shares, gates that take given states, clocks, intervals."""
+"""What block_costs.py, block_speed.py and gpu_blocks.py share: draws of states with exact shares,
+gates that take given states, and what they spend."""
 import copy
-import os
-import platform
-import subprocess
-import time
-from pathlib import Path
 
 import numpy as np
 import torch
 from peft import get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from himalaya_hest.hest import shell as gated_shell
 from himalaya_hest.hest.blocks import GatedBlocks
 from himalaya_hest.hest.bucket import TokenBuckets
 from himalaya_hest.hest.directions import TokenGates
 from himalaya_hest.hest.gate_costs import PROJECTIONS
-from himalaya_hest.hest.shell import BlockForward
-from himalaya_hest.hest.int8 import machine_name
-
-INTERMEDIATE = {128: 344} # of the mini backbone; others 2.75 d
-
-
-def llama_config(width, n_layers, vocab_size=2048, **kw):
-    "A Llama of that width, with heads of 32 to 128 numbers."
-    head = 32 if width < 512 else 64 if width < 4096 else 128
-    return LlamaConfig(
-        **(
-            dict(
-                hidden_size=width,
-                intermediate_size=INTERMEDIATE.get(width, round(2.75 * width / 8) * 8),
-                num_hidden_layers=n_layers,
-                num_attention_heads=width // head,
-                num_key_value_heads=width // head,
-                vocab_size=vocab_size,
-                max_position_embeddings=8192,
-            )
-            | kw
-        )
-    )
-
-
-def random_backbone(config, dtype=torch.float32, device="cpu"):
-    "Random weights, made on the device in that type."
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = (Qwen2ForCausalLM if isinstance(config, Qwen2Config) else LlamaForCausalLM)(
-                config
-            )
-    finally: torch.set_default_dtype(before)
-    return model.eval().requires_grad_(False)
+from himalaya_hest.hest.passing import BlockForward
 
 
 def twin(model):
@@ -79,9 +37,8 @@ def attached(model, config):
     peft = get_peft_model(base, config).eval()
     for mine, first in zip(base.model.layers, model.model.layers):
         if isinstance(mine.__dict__.get("forward"), BlockForward):
-            mine.forward.matrices.int8 = first.__dict__.setdefault(
-                "_int8_of_bench", mine.forward.matrices.int8
-            )
+            mine.forward.matrices.int8 = first.__dict__.setdefault("_int8_of_bench",
+                mine.forward.matrices.int8)
     return peft
 
 
@@ -112,13 +69,10 @@ class Given:
         core, n = self.core, sum(lengths)
         units = 1 if isinstance(core, GatedBlocks) else core.places.n_slots * core.rank
         self.states = torch.stack(
-            [drawn(shares, b * n * units, rng).view(b, n, units) for _ in core.layers]
-        )
+            [drawn(shares, b * n * units, rng).view(b, n, units) for _ in core.layers])
         # the drawn state is the likeliest, by more or less
-        utilities = (
-            nn.functional.one_hot(self.states, 3) * torch.tensor([4.0, 4.0, 8.0])
-            + torch.from_numpy(rng.uniform(0, 1, (*self.states.shape, 3))).float()
-        )
+        utilities = (nn.functional.one_hot(self.states, 3) * torch.tensor([4.0, 4.0, 8.0])
+            + torch.from_numpy(rng.uniform(0, 1, (*self.states.shape, 3))).float())
         self.step, self.steps = 0, [list(u.to(core.s.device)) for u in utilities.split(lengths, 2)]
     def logits(self, tokens, row):
         type(self.core).logits(self.core, tokens, row)
@@ -129,18 +83,16 @@ def scope_share(core, states, keys): # states (rows, b, n, 1), keys (n,)
     """Mean scope share of given states, in the units of the budget; tokens that are asked for no
     logits."""
     weights = nn.functional.one_hot(states.to(core.constant.device), 3).float()
-    spent = sum(
-        core.spend(r, weights[r], keys.expand(states.shape[1:3]).to(core.constant.device))
-        for r in range(len(states))
-    )
+    spent = sum(core.spend(r, weights[r], keys.expand(states.shape[1:3]).to(core.constant.device))
+        for r in range(len(states)))
     fixed, full = core.whole(keys.to(spent), 0.)
     return float(((spent + fixed) / full).mean())
 
 
 class Parts:
     """Within, seconds of deciding are summed: `controller` of TokenGates.enter without the buckets,
-    `bucket` of these. Without a clock nothing is summed. A bucket gives back the states that
-    were asked for, so that all do equal work."""
+    `bucket` of these. Without a clock nothing is summed. A bucket gives back the states that were
+    asked for, so that all do equal work."""
     def __init__(self, clock=None):
         self.clock, self.s, self.lowered = clock, dict(controller=0., bucket=0.), []
     def __enter__(self):
@@ -163,72 +115,13 @@ class Parts:
     def __exit__(self, *error): TokenGates.enter, TokenBuckets.spend = self.kept
 
 
-def clock_of(device):
-    "Process time on a CPU; on a GPU the wall between synchronisations."
-    if not str(device).startswith("cuda"): return time.process_time
-    def clock():
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return clock
-
-
-def spread(values):
-    "Median and quartiles."
-    low, mid, high = np.percentile(values, [25, 50, 75])
-    return dict(median=float(mid), q1=float(low), q3=float(high))
-
-
-def ratio(a, b, seed=0, draws=4000):
-    "Median over rounds of a / b, with the 95 % interval of a bootstrap over rounds."
-    r = np.asarray(a, dtype=float) / np.asarray(b, dtype=float)
-    again = np.median(np.random.default_rng(seed).choice(r, (draws, len(r))), 1)
-    return dict(
-        median=float(np.median(r)),
-        low=float(np.percentile(again, 2.5)),
-        high=float(np.percentile(again, 97.5)),
-    )
-
-
 def shapes_of(layers):
     "(d_in, d_out) of all matrices of some blocks."
-    return {
-        (m.in_features, m.out_features)
-        for l in layers
-        for p in PROJECTIONS
-        for m in [l.get_submodule(p)]
-    }
+    return {(m.in_features, m.out_features) for l in layers for p in PROJECTIONS
+        for m in [l.get_submodule(p)]}
 
 
 def chosen_products(calibration):
     "{shape and rows: the int8 product that the figures chose}."
-    return {
-        key: min(times, key=times.get)
-        for shapes in calibration.times.values()
-        for key, times in sorted(shapes.items())
-    }
-
-
-def commit():
-    "Of this checkout, marked where the package has uncommitted changes."
-    git = lambda *a: subprocess.run(
-        ["git", "-C", str(Path(__file__).resolve().parent.parent), *a],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    return git("rev-parse", "--short=10", "HEAD") + (
-        " and changes" if git("status", "--porcelain", "himalaya_hest") else ""
-    )
-
-
-def circumstances(command, device):
-    "What figures hang on."
-    on_gpu = str(device).startswith("cuda")
-    return dict(
-        command=command,
-        device=torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
-        machine=machine_name(torch.empty(0, device=device).device),
-        threads=torch.get_num_threads(),
-        cpu_count=os.cpu_count(),
-        torch=torch.__version__,
-        commit=commit(),
-    )
+    return {key: min(times, key=times.get) for shapes in calibration.times.values()
+        for key, times in sorted(shapes.items())}

@@ -1,9 +1,10 @@
-"""Calibrate a world of the mini study with LoRA alone: zero-shot scores, LoRA-8 on each task by itself over a grid of learning rates, and
-LoRA-8 on all tasks in sequence.
+"""Calibrate a world of the mini study with LoRA alone: zero-shot scores, LoRA-8 on each task by
+itself over a grid of learning rates, and LoRA-8 on all tasks in sequence.
 
-    python bench/calibrate_world.py --world main --workers 2 --out nbs/records/world_calibration_main.json
+    python bench/calibrate_world.py --world main --workers 2 --out records/bench/world_calibration_main.json
 
-Needs torch, transformers, peft and this package. One pass over the 400 rows of a task in batches of 8 is 50 steps."""
+Needs torch, transformers, peft and this package. One pass over the 400 rows of a task in batches of
+8 is 50 steps."""
 import argparse
 import json
 import time
@@ -15,10 +16,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 from transformers.utils import logging
 
-from himalaya_hest.streams.batching import Collator, encode_all, prompt_batches
+from himalaya_hest.streams.batching import Collator, encode_all, prompt_row
 from himalaya_hest.streams.backbone import mini_backbone_dir
 from himalaya_hest.streams.mini_world import Dice, mini_rows
-from himalaya_hest.streams.tasks import load_stream
+from himalaya_hest.streams.stream import load_stream
 from himalaya_hest.measures.text import score
 
 RATES = (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)
@@ -37,9 +38,8 @@ def start(model_dir, threads=1):
 def with_lora(model, seed):
     torch.manual_seed(seed)
     return get_peft_model(
-        model,
-        LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    )
+        model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"],
+            task_type="CAUSAL_LM"))
 
 
 def encoded(task, world, split, tokenizer):
@@ -57,16 +57,22 @@ def train(model, task, world, tokenizer, rate, seed, batch_size=8):
     model.train()
     for i in range(steps):
         batch = collate(rows[i * batch_size:(i + 1) * batch_size])
-        loss = model(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            labels=batch["labels"],
-        ).loss
+        loss = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
+            labels=batch["labels"]).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.)
         optimizer.step()
         schedule.step()
+
+
+def prompt_batches(rows, tokenizer, batch_size):
+    "Left-padded prompts of all rows, longest first, each batch with the places of its rows."
+    collate, prompts = Collator(tokenizer, "left"), [prompt_row(r) for r in rows]
+    order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]["input_ids"]), i))
+    for k in range(0, len(order), batch_size):
+        places = order[k:k + batch_size]
+        yield collate([prompts[i] for i in places]) | {"index": places}
 
 
 @torch.no_grad()
@@ -75,23 +81,15 @@ def evaluate(model, task, world, tokenizer):
     examples, rows = encoded(task, world, "validation", tokenizer)
     said = [None] * len(rows)
     for batch in prompt_batches(rows, tokenizer, 50):
-        out = model.generate(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            max_new_tokens=task.max_new_tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+        out = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"],
+            max_new_tokens=task.max_new_tokens, do_sample=False,
+            pad_token_id=tokenizer.pad_token_id)
         for i, ids in zip(batch["index"], out[:, batch["input_ids"].shape[1]:]):
             said[i] = tokenizer.decode(ids, skip_special_tokens=True)
-    labels = (
-        task.labels
-        if task.metric == "label_accuracy"
-        else (task.no_answer,) if task.no_answer else None
-    )
-    return score(task.metric, said, [e.references for e in examples], labels)["score"], [
-        (e.prompt, e.target, s) for e, s in zip(examples[:3], said)
-    ]
+    labels = (task.labels if task.metric == "label_accuracy" else (task.no_answer,)
+        if task.no_answer else None)
+    return score(task.metric, said, [e.references for e in examples],
+        labels)["score"], [(e.prompt, e.target, s) for e, s in zip(examples[:3], said)]
 
 
 def one(job):
@@ -119,9 +117,8 @@ def sequence(job):
 def forgetting(matrix):
     "Mean over all but the last task of best earlier − last."
     n = len(matrix)
-    return sum(max(matrix[i][j] for i in range(j, n - 1)) - matrix[-1][j] for j in range(n - 1)) / (
-        n - 1
-    )
+    return sum(max(matrix[i][j] for i in range(j, n - 1)) - matrix[-1][j]
+        for j in range(n - 1)) / (n - 1)
 
 
 def main():
@@ -133,11 +130,8 @@ def main():
     p.add_argument("--tasks", nargs="*", help="only these")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--skip-sequence", action="store_true")
-    p.add_argument(
-        "--sequence-rate",
-        type=float,
-        help="rate of the sequence (default: the one that is best on average)",
-    )
+    p.add_argument("--sequence-rate", type=float,
+        help="rate of the sequence (default: the one that is best on average)")
     p.add_argument("--out")
     p.add_argument("--show", action="store_true", help="print three answers a task")
     a = p.parse_args()
@@ -154,33 +148,21 @@ def main():
         rates = [k for k in mean if k != "zero_shot"]
         single = max(rates, key=mean.get) if rates else None
         best = {n: max(table[n][k] for k in rates) for n in names} if rates else {}
-        matrix = (
-            None
-            if a.skip_sequence
-            else list(
-                pool.map(sequence, [(a.model, a.world, a.sequence_rate or float(single), a.seed)])
-            )[0]
-        )
-    result = {
-        "world": a.world,
-        "seed": a.seed,
-        "rates": list(a.rates),
-        "zero_shot_mean": mean["zero_shot"],
-        "single_task": table,
-        "mean": mean,
-        "single_rate": single,
-        "at_least_80_single_rate": sum(table[n][single] >= 0.8 for n in names) if single else None,
-        "at_least_80_best_rate": sum(v >= 0.8 for v in best.values()),
-        "best_rate_mean": sum(best.values()) / max(len(best), 1),
-    }
+        matrix = (None if a.skip_sequence
+            else list(pool.map(sequence,
+                [(a.model, a.world, a.sequence_rate or float(single), a.seed)]))[0])
+    result = {"world": a.world, "seed": a.seed, "rates": list(a.rates),
+        "zero_shot_mean": mean["zero_shot"], "single_task": table, "mean": mean,
+        "single_rate": single, "at_least_80_single_rate": sum(table[n][single] >= 0.8
+            for n in names) if single else None, "at_least_80_best_rate": sum(
+                v >= 0.8 for v in best.values()),
+        "best_rate_mean": sum(best.values()) / max(len(best), 1)}
     if matrix:
-        result.update(
-            sequence_rate=a.sequence_rate or float(single),
+        result.update(sequence_rate=a.sequence_rate or float(single),
             sequence_forgetting=forgetting(matrix),
             sequence_average_last=sum(matrix[-1]) / len(matrix),
             sequence_just_learned=sum(r[-1] for r in matrix) / len(matrix),
-            sequence_matrix=[[round(v, 4) for v in r] for r in matrix],
-        )
+            sequence_matrix=[[round(v, 4) for v in r] for r in matrix])
     result["wall_s"] = round(time.time() - begun)
     result["command"] = (
         f"python bench/calibrate_world.py --world {a.world} --seed {a.seed} --rates "

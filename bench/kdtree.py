@@ -1,10 +1,12 @@
 """From which number of atoms does the exact index pay against brute force?
 
-    OMP_NUM_THREADS=1 python bench/kdtree.py --out nbs/records/kdtree.json
+    OMP_NUM_THREADS=1 python bench/kdtree.py --out records/bench/kdtree.json
 
-Brute force is one matrix product and an argmax, which is exact for unit vectors. Atoms and queries have width 128 and come either from the whole sphere or from a sphere of low
-dimension inside it. CPU time of the process, single thread; in every repeat all ways are timed one after another in turn; medians with the interval between the second smallest and the
-second largest of 9 repeats (96 % for a median). Indices are compared first.
+Brute force is one matrix product and an argmax, which is exact for unit vectors. Atoms and queries
+have width 128 and come either from the whole sphere or from a sphere of low dimension inside it.
+CPU time of the process, single thread; in every repeat all ways are timed one after another in
+turn; medians with the interval between the second smallest and the second largest of 9 repeats (96
+% for a median). Indices are compared first.
 """
 import argparse
 import json
@@ -26,8 +28,7 @@ DIMENSIONS = (2, 4, 8, WIDTH - 1) # of the sphere the rows lie on; 127 is the wh
 def rows(n, dimension, gen):
     "Unit vectors on one fixed sphere of the given dimension."
     frame = torch.linalg.qr(
-        torch.randn(WIDTH, dimension + 1, generator=torch.Generator().manual_seed(dimension))
-    ).Q
+        torch.randn(WIDTH, dimension + 1, generator=torch.Generator().manual_seed(dimension))).Q
     return unit(torch.randn(n, dimension + 1, generator=gen)) @ frame.T
 
 
@@ -50,31 +51,20 @@ def measure(n, dimension, batch, seed):
     for f in FANOUTS:
         trees[f] = KDTree(n, fanout=f)
         build[f] = clock(lambda: trees[f].rebuild(atoms), 1)
-    ways = {"brute": lambda: (x @ atoms.T).argmax(1)} | {
-        str(f): (lambda t=t: t.nearest(x)) for f, t in trees.items()
-    }
+    ways = {"brute": lambda: (x @ atoms.T).argmax(1)} | {str(f): (lambda t=t: t.nearest(x))
+        for f, t in trees.items()}
     found = {f: t.nearest(x) for f, t in trees.items()}
     assert all(torch.equal(r.index, ways["brute"]()) for r in found.values()), (n, dimension)
     times = {k: max(1, min(50, int(.006 / max(clock(w, 1), 1e-6)))) for k, w in ways.items()}
     took = {k: [] for k in ways}
     for _ in range(REPEATS):
         for k, w in ways.items(): took[k].append(clock(w, times[k]) / batch * 1e6)
-    return {
-        "atoms": n,
-        "dimension": dimension,
-        "batch": batch,
-        "brute_us": summary(took["brute"]),
+    return {"atoms": n, "dimension": dimension, "batch": batch, "brute_us": summary(took["brute"]),
         "tree_us": {k: summary(v) for k, v in took.items() if k != "brute"},
-        "ratio": {
-            k: summary([b / t for b, t in zip(took["brute"], v)])
-            for k, v in took.items()
-            if k != "brute"
-        },
-        "compared": {
-            str(f): float(f"{float(r.compared.float().mean()) / n:.3g}") for f, r in found.items()
-        },
-        "build_s": {str(f): round(s, 4) for f, s in build.items()},
-    }
+        "ratio": {k: summary([b / t for b, t in zip(took["brute"], v)]) for k, v in took.items()
+            if k != "brute"}, "compared": {str(f): float(
+                f"{float(r.compared.float().mean()) / n:.3g}") for f, r in found.items()},
+        "build_s": {str(f): round(s, 4) for f, s in build.items()}}
 
 
 def pays_from(measured):
@@ -100,17 +90,11 @@ def main():
         for dimension in DIMENSIONS:
             for batch in BATCHES:
                 measured.append(measure(n, dimension, batch, a.seed))
-                print(
-                    n,
-                    dimension,
-                    batch,
-                    measured[-1]["brute_us"],
-                    measured[-1]["tree_us"],
-                    flush=True,
-                )
+                print(n, dimension, batch, measured[-1]["brute_us"], measured[-1]["tree_us"],
+                    flush=True)
     result = {
         "command": (
-            "OMP_NUM_THREADS=1 python bench/kdtree.py --out nbs/records/kdtree.json"
+            "OMP_NUM_THREADS=1 python bench/kdtree.py --out records/bench/kdtree.json"
             if tuple(a.sizes) == SIZES
             else f"python bench/kdtree.py --sizes {' '.join(map(str, a.sizes))}"
         ),

@@ -1,11 +1,14 @@
-"""Search the settings of many adapters on the development stream, several adapters at once, and keep one small record of each.
+"""Search the settings of many adapters on the development stream: several adapters at once, with
+one small record of each.
 
     python bench/search.py --workers 2                      # every adapter of the studies, 12 trials each
     python bench/search.py --only lora lora+ewc             # some of them
     python bench/search.py --ship                           # write himalaya_hest/data/searched.json from the records
 
-A search that was killed goes on with the same command, and further processes with the same --results-dir share its trials. After a search every parameter
-is tried at both ends of its range over three tasks: where nothing changes, it is dead. Each record is written to nbs/records/search/{adapter}-{preset}.json.
+A search that was killed goes on with the same command, and further processes with the same
+--results-dir share its trials. After a search every parameter is tried at both ends of its range
+over three tasks: where nothing changes, it is dead. Each record is written to
+records/bench/search/{adapter}-{preset}.json.
 """
 import argparse
 import json
@@ -16,52 +19,32 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ADAPTERS = [
-    "himalaya",
-    "lora-bank",
-    "lora",
-    "lora+ewc",
-    "olora",
-    "gpm-lora",
-    "lilac+ewc",
-    "himalaya:published_gain",
-    "himalaya:published",
-    "lora-masked",
-    "lora-masked+ewc",
-    "reft+ewc",
-    "coltas+ewc",
-    "glodis+ewc",
-    "osf",
-    "vera",
-    "ia3",
-    "oft",
-    "fourierft",
-    "randlora",
-]
+ADAPTERS = ["himalaya", "lora-bank", "lora", "lora+ewc", "olora", "gpm-lora", "lilac+ewc",
+    "himalaya:published_gain", "himalaya:published", "lora-masked", "lora-masked+ewc", "reft+ewc",
+    "coltas+ewc", "glodis+ewc", "osf", "vera", "ia3", "oft", "fourierft", "randlora"]
 ONE = "import sys; sys.path.insert(0, 'bench'); from search import one; one(*sys.argv[1:])"
 
 
 def parameters(name, trials, results_dir):
     adapter, _, form = name.partition(":")
-    return dict(adapter=adapter, n_trials=int(trials), results_dir=results_dir) | (
-        dict(preset=form) if form else {}
-    )
+    return dict(adapter=adapter, n_trials=int(trials),
+        results_dir=results_dir) | (dict(preset=form) if form else {})
 
 
 def one(name, trials, results_dir, out):
     "Search one adapter and write its record."
-    from himalaya_hest.running.config import resolve
-    from himalaya_hest.jobs.run import code_version, run_continual, versions
-    from himalaya_hest.jobs.search import dead_parameters, search
+    from himalaya_hest.running.resolve import resolve
+    from himalaya_hest.jobs.run import run_continual
+    from himalaya_hest.running.record import versions
+    from himalaya_hest.running.record import code_version
+    from himalaya_hest.jobs.search import search
+    from himalaya_hest.jobs.searches import dead_parameters
     config = resolve(parameters(name, trials, results_dir))
     def run(parameters, on_task): return run_continual(parameters, quiet=True, on_task=on_task)
     found = search(config, run)
     found["dead"] = dead_parameters(config, run, Path(results_dir)/"search"/f"{found['name']}-ends")
-    found = (
-        dict(command=f"python bench/search.py --only {name} --trials {trials}")
-        | found
-        | dict(versions=versions(), code_version=code_version())
-    )
+    found = (dict(command=f"python bench/search.py --only {name} --trials {trials}") | found
+        | dict(versions=versions(), code_version=code_version()))
     path = Path(out)/f"{name.replace(':', '-')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
@@ -70,44 +53,34 @@ def one(name, trials, results_dir, out):
 def ship(out):
     "The best settings as the package's defaults."
     from himalaya_hest.jobs.search import best_setting
-    found = {
-        p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted(Path(out).glob("*.json"))
-    }
+    found = {p.stem: json.loads(p.read_text(encoding="utf-8"))
+        for p in sorted(Path(out).glob("*.json"))}
     names = {name.replace(":", "-"): name for name in ADAPTERS}
     shipped = {names[stem]: best_setting(r) for stem, r in found.items() if stem in names}
     Path("himalaya_hest/data/searched.json").write_text(
-        json.dumps(shipped, indent=1, sort_keys=True) + "\n", encoding="utf-8"
-    )
+        json.dumps(shipped, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"{len(shipped)} adapters in himalaya_hest/data/searched.json")
 
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=ADAPTERS, metavar="ADAPTER", help="adapter, or adapter:preset"
-    )
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=ADAPTERS, metavar="ADAPTER",
+        help="adapter, or adapter:preset")
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--workers", type=int, default=2, help="searches at once")
     parser.add_argument("--results-dir", default="runs/search")
-    parser.add_argument("--out", default="nbs/records/search")
+    parser.add_argument("--out", default="records/bench/search")
     parser.add_argument("--ship", action="store_true")
     args = parser.parse_args()
     if args.ship: return ship(args.out)
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false"}
     def execute(name):
         start = time.time()
         done = subprocess.run(
             [sys.executable, "-c", ONE, name, str(args.trials), args.results_dir, args.out],
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+            env=env, capture_output=True, text=True)
         print(
             f"{'ok    ' if done.returncode == 0 else 'FAILED'} {time.time() - start:6.0f} "
             f"s {name}\n{done.stdout if done.returncode == 0 else done.stderr[-2000:]}",

@@ -2,9 +2,13 @@
 
     OMP_NUM_THREADS=1 python bench/shared_run.py
 
-Two processes on this machine (Gloo). `step`: an optimiser step of the mini study of two micro-batches of 8 rows, by both processes with one each, over the same step by the first alone with both; wall time, interleaved, the median of the ratios
-of --pairs pairs of five steps and its 95 % interval. Half would be the ideal. `same` is the step of one process over itself. `exchange_ms`: what of a shared step is spent in the sum over processes, waiting for the other included. `exchange`: that sum
-alone for as many numbers as adapters of Llama-2-7B train (counted on meta tensors), which is sent in float64, and once more where nothing has to be sent.
+Two processes on this machine (Gloo). `step`: an optimiser step of the mini study of two
+micro-batches of 8 rows, by both processes with one each, over the same step by the first alone with
+both; wall time, interleaved, the median of the ratios of --pairs pairs of five steps and its 95 %
+interval. Half would be the ideal. `same` is the step of one process over itself. `exchange_ms`:
+what of a shared step is spent in the sum over processes, waiting for the other included.
+`exchange`: that sum alone for as many numbers as adapters of Llama-2-7B train (counted on meta
+tensors), which is sent in float64, and once more where nothing has to be sent.
 """
 import argparse
 import json
@@ -17,14 +21,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from block_parts import circumstances
 from guards import STEPS, interval, stepper
 
 from himalaya_hest.running import training
 from himalaya_hest.running.checkpoint import write_atomic
-from himalaya_hest.running.config import resolve
+from himalaya_hest.running.resolve import resolve
 from himalaya_hest.ground.parallel import start_processes
 from himalaya_hest.ground.processes import as_only_process, is_main_process, summed
+from himalaya_hest.workshop.measuring import circumstances
 
 SEVEN_B = ("lora", "himalaya", "lora-bank", "lilac+ewc")
 
@@ -62,8 +66,7 @@ def step_ratios(adapter, pairs):
     training.summed = real
     return {k: interval(r) for k, r in ratios.items()} | dict(
         single_step_ms=round(float(np.median(single)), 2),
-        exchange_ms=round(float(np.median(exchange)), 2),
-    )
+        exchange_ms=round(float(np.median(exchange)), 2))
 
 
 def exchanged(numbers, rounds=30):
@@ -79,15 +82,13 @@ def exchanged(numbers, rounds=30):
                 with as_only_process(): summed([x])
             else: summed([x])
             times.append(1e3 * (time.perf_counter() - start))
-        out[name] = dict(
-            median_ms=round(float(np.median(times)), 3),
-            quartiles_ms=[round(float(q), 3) for q in np.percentile(times, [25, 75])],
-        )
+        out[name] = dict(median_ms=round(float(np.median(times)), 3),
+            quartiles_ms=[round(float(q), 3) for q in np.percentile(times, [25, 75])])
     return dict(numbers=numbers, sent_mb=round(8 * numbers / 1e6, 3)) | out
 
 
 def trained(adapter):
-    from himalaya_hest.running.plan import adapter_size, model_config
+    from himalaya_hest.running.shapes import adapter_size, model_config
     config = resolve(dict(adapter=adapter, scale="full", stream="mini25", source="mini"))
     return adapter_size(config, model_config(config.model), 25).trained
 
@@ -102,50 +103,23 @@ def worker(args):
 
 def main():
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--adapters", nargs="+", default=["himalaya", "lora"])
     parser.add_argument("--pairs", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=Path("nbs/records/shared_run.json"))
+    parser.add_argument("--out", type=Path, default=Path("records/bench/shared_run.json"))
     parser.add_argument("--numbers", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.numbers: return worker(args)
     numbers = {a: trained(a) for a in SEVEN_B}
     with tempfile.TemporaryDirectory() as d:
         out = Path(d)/"found.json"
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                "2",
-                __file__,
-                "--adapters",
-                *args.adapters,
-                "--pairs",
-                str(args.pairs),
-                "--out",
-                str(out),
-                "--numbers",
-                json.dumps(numbers),
-            ],
-            check=True,
-        )
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", "2", __file__, "--adapters", *args.adapters, "--pairs",
+            str(args.pairs), "--out", str(out), "--numbers", json.dumps(numbers)], check=True)
         found = json.loads(out.read_text())
-    write_atomic(
-        args.out,
-        json.dumps(
-            dict(
-                circumstances=circumstances("OMP_NUM_THREADS=1 python bench/shared_run.py", "cpu"),
-                pairs=args.pairs,
-            )
-            | found,
-            indent=1,
-        )
-        + "\n",
-    )
+    write_atomic(args.out,
+        json.dumps(dict(circumstances=circumstances("OMP_NUM_THREADS=1 python bench/shared_run.py",
+            "cpu"), pairs=args.pairs) | found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
 
 
