@@ -1,15 +1,16 @@
-# The three commands of the README. `make install` builds .venv once; afterwards it is a no-op until
+# The three commands of the README, and what `make test` leaves to `make test-all`. `make install` builds .venv once; afterwards it is a no-op until
 # settings.ini, setup.py or constraints.txt change.
 #   TORCH=cpu     take torch from PyTorch's index of CPU wheels (otherwise from pip's own sources)
 #   PYTHON=...    the interpreter the environment is made from (3.11 or newer)
 #   ADAPTER=lora  the adapter that `make continual25` trains
+#   WORKERS=2     processes that `make test` and `make test-all` use
 PYTHON  ?= python3
 VENV    ?= .venv
 TORCH   ?=
 ADAPTER ?= himalaya
 WORKERS ?= 2
 
-PAGES := nbs/index.ipynb nbs/workshop/09_equations.ipynb nbs/93_claims.ipynb nbs/93a_energy_claims.ipynb nbs/94_results.ipynb nbs/94a_energy_results.ipynb nbs/96_run_files.ipynb nbs/97_costs.ipynb nbs/97a_scale.ipynb nbs/98_ecosystem.ipynb nbs/98a_latency.ipynb nbs/89a_contributing.ipynb nbs/log.ipynb
+PAGES := nbs/index.ipynb nbs/workshop/12_equations.ipynb nbs/workshop/13_structure.ipynb nbs/93_claims.ipynb nbs/93a_energy_claims.ipynb nbs/94_results.ipynb nbs/94a_energy_results.ipynb nbs/96_run_files.ipynb nbs/97_costs.ipynb nbs/97a_scale.ipynb nbs/98_ecosystem.ipynb nbs/98a_latency.ipynb nbs/89a_contributing.ipynb nbs/log.ipynb
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -17,7 +18,9 @@ ifeq ($(TORCH),cpu)
 TORCH_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 
-.PHONY: install continual25 test test-reverse readme prepare clean
+SUITE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m himalaya_hest.workshop.suite --workers $(WORKERS)
+
+.PHONY: install continual25 test test-all test-rest test-reverse readme prepare clean
 install: $(STAMP)
 
 $(STAMP): settings.ini setup.py constraints.txt
@@ -33,13 +36,20 @@ continual25: install
 	@mkdir -p runs
 	$(BIN)/papermill nbs/90_continual25.ipynb runs/continual25.ipynb -p adapter $(ADAPTER)
 
+# every notebook, without the cells flagged `full`: five minutes on two cores
 test: install
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/nbdev_test --n_workers $(WORKERS) --timing
+	$(SUITE)
+
+# every notebook, with them; test-rest: only the notebooks that have some
+test-all: install
+	$(SUITE) --all
+test-rest: install
+	$(SUITE) --rest
 
 # one process, last notebook first: shows state that a notebook leaves behind
 test-reverse: install
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -c "import sys; from pathlib import Path; from nbdev.test import test_nb; sys.exit(not all([\
-	  test_nb(p.absolute(), skip_flags=['slow', 'gpu', 'network'], do_print=True)[0] for p in sorted(Path('nbs').rglob('*.ipynb'), reverse=True)]))"
+	  test_nb(p.absolute(), skip_flags=['slow', 'gpu', 'network', 'full'], do_print=True)[0] for p in sorted(Path('nbs').rglob('*.ipynb'), reverse=True)]))"
 
 readme: install
 	$(BIN)/jupyter nbconvert --log-level WARN --to notebook --execute --inplace $(PAGES)
