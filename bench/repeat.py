@@ -1,0 +1,71 @@
+"""Do the committed records still come out? Runs drawn by a seed over all grids and methods are run
+again, and every value is compared (`himalaya-hest rerun`).
+
+    OMP_NUM_THREADS=1 python bench/repeat.py                 # thirty runs
+    OMP_NUM_THREADS=1 python bench/repeat.py --runs 3 --out /tmp/repeat.json
+
+A draw is a grid and a method of it, and then a run of these. Runs of an older version of their
+method are left out: they cannot come out. What is in the file already is not run again, so the
+command goes on where it was stopped.
+"""
+import argparse
+import json
+import random
+from pathlib import Path
+
+from himalaya_hest.compare.versions import older_parts
+from himalaya_hest.jobs.again import repeat_run
+from himalaya_hest.measures.grid_files import read_grid
+from himalaya_hest.workshop.measuring import circumstances
+
+
+def drawn(folder, n, seed):
+    "(file of the grid, run_id) of n runs, no two of them of one grid and one method at first."
+    groups = {}
+    for path in sorted(folder.glob("*.parquet")):
+        for record in read_grid(path):
+            if older_parts(record): continue
+            method = record["config"]["adapter"], record["config"]["preset"]
+            groups.setdefault((path, *method), []).append(record["run_id"])
+    draw, out = random.Random(seed), []
+    # every group once in random order, then every group again
+    while len(out) < n and any(groups.values()):
+        turn = [key for key in sorted(groups) if groups[key]]
+        draw.shuffle(turn)
+        for key in turn[:n - len(out)]:
+            run = draw.choice(groups[key])
+            groups[key].remove(run)
+            out.append((key[0], run))
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", type=Path, default=Path("records"))
+    parser.add_argument("--cache-dir", default=".cache")
+    parser.add_argument("--out", type=Path, default=Path("records/bench/repeat.json"))
+    a = parser.parse_args()
+    command = f"python bench/repeat.py --runs {a.runs} --seed {a.seed}"
+    record = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else dict(runs={})
+    record |= circumstances(command, "cpu")
+    todo = drawn(a.records, a.runs, a.seed)
+    for i, (path, run_id) in enumerate(todo, 1):
+        if run_id not in record["runs"]:
+            again = repeat_run(path, cache_dir=a.cache_dir, quiet=True, run_id=run_id)
+            record["runs"][run_id] = dict(
+                grid=path.stem, same=again.same(), values=sum(n for n, _ in again.counts.values()),
+                differ=len(again.differences), notes=again.notes)
+            # a run takes a minute, and what is known is kept
+            a.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n",
+                             encoding="utf-8")
+        found = record["runs"][run_id]
+        told = "the same" if found["same"] else f"{found['differ']} of {found['values']} differ"
+        print(f"{i}/{len(todo)} {path.stem} {run_id}: {told}", flush=True)
+    print(f"{sum(r['same'] for r in record['runs'].values())} of {len(record['runs'])} the same")
+
+
+if __name__ == "__main__":
+    main()
