@@ -23,7 +23,7 @@ from himalaya_hest.running import training
 from himalaya_hest.running.checkpoint import save_checkpoint, write_atomic
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.continual_run import begin_run
-from himalaya_hest.running.determinism import deterministic_kernels
+from himalaya_hest.running.guards import deterministic_kernels
 from himalaya_hest.ground.hooks import TaskContext
 from himalaya_hest.measures.statistics import median_interval
 from himalaya_hest.adapters.registry import adapter_tensors

@@ -34,7 +34,7 @@ def names(
     "Print names, one a line."
     a = list_parser(called).parse_args(arguments)
     if a.what == "adapters": from himalaya_hest.adapters.names import adapter_names as known
-    else: from himalaya_hest.streams.stream_files import stream_names as known
+    else: from himalaya_hest.streams.stream import stream_names as known
     print(*known(), sep="\n")
     return 0
 

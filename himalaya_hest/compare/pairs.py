@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ..measures.made_up_records import made_up_record
-from ..measures.record_scores import same_world
+from ..measures.record_tables import same_world
 
 # %% ../../nbs/compare/01_pairs.ipynb #b0136e4e
 def _searched(adapter, preset):

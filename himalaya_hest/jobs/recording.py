@@ -24,7 +24,7 @@ from ..running.checkpoint import sync_tree
 from ..running.parameters import RunConfig
 from ..running.continual_run import ProcessState, begin_run
 from ..running.loop import train_stream
-from ..running.out_of_memory import telling_memory
+from ..running.guards import telling_memory
 from ..running.record import make_record, write_predictions
 from ..running.scores import evaluate_backbone, evaluate_energy, evaluate_final
 

@@ -23,7 +23,7 @@ from ..measures.records import Record, read_record
 from ..running.checkpoint import FULL, telling_refusals
 from ..running.parameters import RunConfig
 from ..running.resolve import resolve
-from ..running.folder import claim_folder
+from ..running.resume import claim_folder
 
 # %% ../../nbs/jobs/12_run.ipynb #7577dee7
 def _hook_names(given, hooks):

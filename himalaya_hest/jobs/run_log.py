@@ -15,7 +15,7 @@ from pathlib import Path
 from .scrubbing import ScrubbedFormatter
 from .trials import GivenUp
 from ..running.checkpoint import CheckpointWarning, random_states, set_random_states
-from ..running.interrupts import Terminated
+from ..running.guards import Terminated
 from ..streams.tokenised import DataWarning
 
 log = logging.getLogger("himalaya_hest")

@@ -14,7 +14,7 @@ from .scrubbing import check_secrets
 from .tracking import check_tracker, is_mirrored, mirror
 from ..measures.records import read_record
 from ..running.parameters import RunConfig
-from ..running.folder import claim_folder
+from ..running.resume import claim_folder
 from ..running.loop import tell_tasks
 from ..running.plan import make_plan, plan_numbers, plan_text
 from ..running.world import check_world

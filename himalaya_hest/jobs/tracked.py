@@ -12,7 +12,7 @@ import tempfile
 from .scrubbing import scrub
 from .tracking import check_wandb
 from ..measures.continual import continual_summary
-from ..measures.record_scores import is_complete
+from ..measures.record_tables import is_complete
 from ..measures.records import check_record, select_runs
 from ..running.resolve import PROJECT
 

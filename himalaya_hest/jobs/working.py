@@ -15,8 +15,7 @@ from .run_log import logged
 from ..running.checkpoint import FULL, telling_refusals
 from ..running.parameters import RunConfig
 from ..running.continual_run import ProcessState
-from ..running.determinism import deterministic_kernels
-from ..running.interrupts import Interrupts
+from ..running.guards import deterministic_kernels, Interrupts
 from ..running.run_lock import locked
 
 log = logging.getLogger("himalaya_hest")

@@ -14,7 +14,7 @@ _NAMES = { # module → what it gives to the floor's face
     "run_files": "checked_parameters load_config notebook_parameters save_config",
     "costs": "Device",
     "plan": "Plan make_plan plan_text",
-    "determinism": "deterministic_kernels",
+    "guards": "deterministic_kernels",
     "checkpoint": "latest_checkpoint save_checkpoint",
     "training": "train_task",
     "early_stopping": "EarlyStopping",

@@ -12,8 +12,7 @@ import importlib
 _NAMES = { # module → what it gives to the floor's face
     "tasks": "Example Task",
     "task_keys": "make_task",
-    "stream_files": "stream_names",
-    "stream": "Stream load_stream stream_from task_order",
+    "stream": "Stream load_stream stream_from stream_names task_order",
     "batching": "Collator TaskLoader encode encode_all prompt_row with_chat_template",
     "sources": "LocalSource MiniSource Source",
     "tokenised": "materialise world_digest",

@@ -98,7 +98,7 @@ class Task:
     tests: str | None = None # kind code: template of the tests; a list of texts is one a line
     train_rows: int | None = None # training rows as published, for the plan of a dry run alone
     # one of these stands in the instruction's place, by the row's number;
-    # no key of a file (`streams/21_instructions`)
+    # no key of a file (`streams/18_instructions`)
     instructions: tuple[str, ...] | None = None
     byte_level: bool = False # the prompt is spelled byte by byte
 

@@ -16,7 +16,7 @@ from ..measures.continual import continual_summary, evaluated_rows
 from ..compare.large import large_adapter, large_bytes
 from ..compare.pairs import method_of
 from ..ground.table import Table
-from ..measures.record_scores import same_world, score_array
+from ..measures.record_tables import same_world, score_array
 from himalaya_hest.compare.charts import (
     DARK, MIDDLE, Chart, legend_below, new_figure, plain_axes
 )

@@ -40,12 +40,14 @@ def is_target(notebook: dict) -> bool: # of papermill, and no test
 # %% ../../nbs/workshop/18_suite.ipynb #800e1491
 SECOND = """
 first_run own_model own_stream own_adapter budget_for_generation to_onnx how_himalaya how_hest
+run_files gpu
 """.split()
 
 # %% ../../nbs/workshop/18_suite.ipynb #77e3033a
 LONGEST = """
-jobs/killed workshop/family workshop/foreign_adapters jobs/preempted jobs/run jobs/shared_run
-jobs/grid workshop/short_runs workshop/ecosystem first_run running/himalaya_use
+onnx/export jobs/killed workshop/foreign_adapters onnx/run jobs/preempted workshop/family jobs/run
+jobs/shared_run cli/command_line compare/evaluate jobs/grid workshop/short_runs face
+workshop/ecosystem first_run running/himalaya_use bridge/saved
 """.split()
 
 def plain_name(
