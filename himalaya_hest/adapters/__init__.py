@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/adapters/00_adapters.ipynb #4d92080c
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/adapters/00_adapters.ipynb #c6b30754
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.adapters", {
     "names": "adapter_names import_adapter_module",
     "ewc": "EWC",
     "lora_bank": "LoraBankConfig",
@@ -26,14 +26,4 @@ _NAMES = { # module → what it gives to the floor's face
     "registry": "Adapter adapter_bytes adapter_table adapter_tensors build_adapter load_adapter_tensors",
     "citations": "bibtex citation_table",
     "convert": "convert_adapter",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/bridge/00_bridge.ipynb #b482e93f
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/bridge/00_bridge.ipynb #b5bccc77
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.bridge", {
     "register": "add_peft_type forget_peft_method prepare_quantised register_peft_method",
     "shell": "PairCore ShellConfig ShellModel",
     "properties": "state_faults use_faults",
@@ -17,14 +17,4 @@ _NAMES = { # module → what it gives to the floor's face
     "saved": "check_adapter load_adapter save_adapter",
     "trainer": "DriveHooks HookedTrainer",
     "routed": "RoutedModel",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

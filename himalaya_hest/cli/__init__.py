@@ -6,21 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/cli/00_cli.ipynb #7b08fa6c
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/cli/00_cli.ipynb #72520618
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.cli", {
     "runs": "fetch plan run search",
     "finished": "evaluate records report",
     "command_line": "COMMANDS completion help_text main whole_parser",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

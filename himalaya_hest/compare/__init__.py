@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/compare/00_compare.ipynb #322e82b3
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/compare/00_compare.ipynb #089e3aa5
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.compare", {
     "pairs": "Grid by_pair grid_of method_of",
     "standings": "exploratory_table main_table paired_table",
     "groups": "fairness_table grouped_table",
@@ -21,14 +21,4 @@ _NAMES = { # module → what it gives to the floor's face
     "explorer": "browse read_folders",
     "slots": "himalaya_report",
     "gates": "hest_report",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/ground/00_ground.ipynb #6b7f901e
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/ground/00_ground.ipynb #fd63db3f
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.ground", {
     "linalg": "leading_directions owm_update philox_signs reject unit",
     "quant": "dequantise_groups group_codes quantise_groups",
     "loss": "target_logits target_loss",
@@ -17,14 +17,4 @@ _NAMES = { # module → what it gives to the floor's face
     "table": "Table",
     "files": "tensor_digest",
     "processes": "is_main_process num_processes process_index",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/hest/00_hest.ipynb #9377c2cb
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/hest/00_hest.ipynb #cd0eb9e5
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.hest", {
     "controller": "FactorisedController UnfactorisedController",
     "gates": "AffineGate OrdinalGate",
     "directions": "GatedDirections TokenGates",
@@ -18,14 +18,4 @@ _NAMES = { # module → what it gives to the floor's face
     "energy_budget": "EnergyReport Joules",
     "shell": "GatedConfig GatedModel record_states",
     "tuner": "HestConfig HestModel",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/himalaya/00_himalaya.ipynb #479713e7
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/himalaya/00_himalaya.ipynb #900d7884
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.himalaya", {
     "config": "Settings",
     "dictionary": "Dictionary Site Update",
     "router": "Router",
@@ -18,14 +18,4 @@ _NAMES = { # module → what it gives to the floor's face
     "packing": "packed_bytes packed_state load_packed snap_slots_",
     "packed_file": "load_packed_file read_packed write_packed",
     "tuner": "HimalayaConfig HimalayaModel",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/jobs/00_jobs.ipynb #dc7e4d5a
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/jobs/00_jobs.ipynb #728e4105
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.jobs", {
     "spaces": "search_space with_setting",
     "search": "best_setting",
     "searches": "dead_parameters read_searches searches_table",
@@ -20,14 +20,4 @@ _NAMES = { # module → what it gives to the floor's face
     "again": "compare_records read_run repeat_run",
     "grid_runs": "RunState load_grid run_state states_table",
     "grid": "run_grid",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/measures/00_measures.ipynb #f7142f92
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/measures/00_measures.ipynb #461a1447
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.measures", {
     "text": "METRICS chance_level get_metric score",
     "programs": "Execution Limits Outcome run_programs",
     "rows": "row_values",
@@ -20,14 +20,4 @@ _NAMES = { # module → what it gives to the floor's face
     "grid_files": "read_grid",
     "records": "Record load_record load_records read_record",
     "record_schema": "json_schema",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

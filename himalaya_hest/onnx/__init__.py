@@ -6,21 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/onnx/00_onnx.ipynb #b4c75594
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/onnx/00_onnx.ipynb #1a8676e0
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.onnx", {
     "session": "OnnxSession measure",
     "export": "export_onnx",
     "run": "export_run onnx_study",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/running/00_running.ipynb #2473ac45
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/running/00_running.ipynb #78bdd7f1
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.running", {
     "parameters": "RunConfig config_table",
     "run_files": "checked_parameters load_config notebook_parameters save_config",
     "costs": "Device",
@@ -25,14 +25,4 @@ _NAMES = { # module → what it gives to the floor's face
     "continual_run": "ContinualRun begin_run",
     "loop": "train_stream",
     "record": "make_record",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

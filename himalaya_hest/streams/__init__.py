@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/streams/00_streams.ipynb #abbda21b
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/streams/00_streams.ipynb #161d40f2
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.streams", {
     "tasks": "Example Task",
     "task_keys": "make_task",
     "stream": "Stream load_stream stream_from stream_names task_order",
@@ -18,14 +18,4 @@ _NAMES = { # module → what it gives to the floor's face
     "tokenised": "materialise world_digest",
     "hub": "HubSource get_source",
     "backbone": "mini_backbone_dir",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

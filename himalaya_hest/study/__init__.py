@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/study/00_study.ipynb #b64b9aee
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/study/00_study.ipynb #e24f8ba5
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.study", {
     "energy_standings": "energy_table",
     "curves": "curve_report",
     "findings": "Evidence Finding read_evidence",
@@ -19,14 +19,4 @@ _NAMES = { # module → what it gives to the floor's face
     "claims": "claims_table who_wins",
     "energy_claims": "energy_claims_table energy_findings",
     "quoted": "load_quoted quoted_table",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

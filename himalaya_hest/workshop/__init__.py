@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/workshop/00_workshop.ipynb #df0899c2
-import importlib
+from .. import lazy_face
 
 # %% ../../nbs/workshop/00_workshop.ipynb #f4aade65
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.workshop", {
     "family": "FAMILY family_faults",
     "peft_subjects": "Subject",
     "peft_suite": "run_subject",
@@ -17,14 +17,4 @@ _NAMES = { # module → what it gives to the floor's face
     "fixtures": "Child Listening own_clock started until",
     "short_runs": "short_faults short_run",
     "suite": "run_suite",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})

@@ -186,6 +186,8 @@ def main(
 ) -> int: # exit status: 0 if all passed
     "`python -m himalaya_hest.workshop.suite [--all | --rest]`, in the project's folder."
     a, begun = read_arguments(arguments), time.monotonic()
+    # two processes of several threads each would wait for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     def tell(line): print(line, flush=True)
     ran = run_suite(a.folder.resolve(), a.full, a.flags.split(), a.workers, tell)
     failed = [r.name for r in ran if not r.passed]

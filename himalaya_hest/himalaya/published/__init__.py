@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../../nbs/himalaya/published/00_published.ipynb #fedf7abb
-import importlib
+from ... import lazy_face
 
 # %% ../../../nbs/himalaya/published/00_published.ipynb #3ecc7bfd
-_NAMES = { # module → what it gives to the floor's face
+__getattr__, __dir__, __all__ = lazy_face("himalaya_hest.himalaya.published", {
     "symmetric": "SymmetricDictionary",
     "tree": "KDTree",
     "router": "ConcreteGates MLPRouter Perceptron",
@@ -17,14 +17,4 @@ _NAMES = { # module → what it gives to the floor's face
     "consolidation": "AllSlots Room merge",
     "protection": "Ewc Gpm",
     "streaming": "StreamingHooks",
-}
-_MODULE = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_MODULE)
-
-def __getattr__(name):
-    "A name of the floor, from the module that makes it (PEP 562)."
-    if name not in _MODULE:
-        raise AttributeError(f"module {__package__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE[name]}", __package__), name)
-
-def __dir__(): return sorted({*globals(), *_MODULE})
+})
