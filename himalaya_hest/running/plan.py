@@ -42,12 +42,12 @@ class Plan:
 
 # %% ../../nbs/running/10_plan.ipynb #2316b684
 def lenient(
-    parameters: dict, # of a run
+    parameters: RunConfig | dict, # of a run
 ) -> tuple[RunConfig, list]: # resolved; messages about what has to be there when the run begins
     """Resolve a run before the run that it takes its budget from has ended; other mistakes are
     errors as always."""
     later = []
-    return resolve(dict(parameters), later=later), later
+    return resolve(parameters, later=later), later
 
 # %% ../../nbs/running/10_plan.ipynb #c940fadd
 def _counted(config, loads):
@@ -144,7 +144,7 @@ def _hours(of, loads, device, max_length):
 
 # %% ../../nbs/running/10_plan.ipynb #cd682f1e
 def make_plan(
-    parameters: dict, # of a run, as for run_continual
+    parameters: RunConfig | dict, # of a run, as for run_continual
     # None: the cards of the table, or the CPU for the shipped backbone
     on: list[Device] | None = None,
 ) -> Plan:

@@ -357,7 +357,7 @@ def _formed(cfg):
 
 # %% ../../nbs/running/05_resolve.ipynb #29bc6f60
 def resolve(
-    parameters: dict, # any of RunConfig's fields
+    parameters: RunConfig | dict, # any of its fields
     # takes the messages about what has to be there when the run begins, which are errors without
     # it
     later: list | None = None,
@@ -365,7 +365,8 @@ def resolve(
     """Check a run's parameters and give each its value; `ValueError` names the parameter, what was
     expected, and the nearest match."""
     # what is misspelled, ill-typed or out of range is refused before anything is looked for
-    cfg = checked(RunConfig, parameters)
+    given = parameters if isinstance(parameters, dict) else asdict(parameters)
+    cfg = checked(RunConfig, given)
     for g in ("training", "evaluation"): checked(GROUPS[g], getattr(cfg, g), f"{g}.")
     _scaled(cfg)
     method, with_ewc = _resolve_adapter(cfg)

@@ -10,6 +10,7 @@ __all__ = ['MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'MAX_DIGITS', 'SOURCES', 'WORLDS'
 import re
 import unicodedata
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -170,10 +171,15 @@ def _load(text, within):
             f"there are {', '.join(stream_names())}, "
             "or give the path of a YAML file of your own"
         )
-    try: path = Path(text).expanduser() if is_path else streams_dir() / f"{text}.yaml"
+    if not is_path: return _of_package(text)
+    try: path = Path(text).expanduser()
     except RuntimeError as e:
         raise ValueError(f"{text}: {e}; give the path of a stream file") from None
-    return stream_from(read_yaml(path), text if is_path else f"{text}.yaml", (*within, text))
+    return stream_from(read_yaml(path), text, (*within, text))
+
+@lru_cache # a grid of a hundred runs asks for it a hundred times, and reading takes 60 ms
+def _of_package(name):
+    return stream_from(read_yaml(streams_dir() / f"{name}.yaml"), f"{name}.yaml", (name,))
 
 # %% ../../nbs/streams/04_stream.ipynb #d48ecbf2
 def stream_from(
