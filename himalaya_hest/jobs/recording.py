@@ -23,10 +23,10 @@ from .tracking import NoTracker, open_tracker, write_record
 from ..running.checkpoint import sync_tree
 from ..running.parameters import RunConfig
 from ..running.continual_run import ProcessState, begin_run
-from ..running.loop import train_stream
+from ..running.loop import (
+    evaluate_backbone, evaluate_energy, evaluate_final, train_stream)
 from ..running.guards import telling_memory
 from ..running.record import make_record, write_predictions
-from ..running.scores import evaluate_backbone, evaluate_energy, evaluate_final
 
 log = logging.getLogger("himalaya_hest")
 

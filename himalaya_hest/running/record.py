@@ -29,8 +29,7 @@ from .checkpoint import write_atomic
 from .continual_run import ContinualRun
 from .evaluation import cpu_latency_overhead
 from .lessons import IN_SEQUENCE
-from .loop import faults_of, sizes_of
-from .scores import final_tasks
+from .loop import faults_of, final_tasks, sizes_of
 from .resume import kernels_of
 from .training import steps_of_task
 
