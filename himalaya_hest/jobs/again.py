@@ -21,13 +21,12 @@ from ..running.names import told_parameters
 from ..running.parameters import RunConfig
 from .run import run_continual
 from ..measures.record_shape import NEEDED
-from ..measures.records import check_record, plain_json
+from ..measures.records import check_record, grid_file, plain_json, unpack_records
 from ..ground.table import Table
 from ..himalaya.flat_form import all_flat, flat_of, in_parts
 from ..adapters.defaults import searched_defaults
 from ..adapters.names import _config_class, need_adapter_module, parse_adapter
 from ..adapters.registry import resolve_adapter_config
-from ..measures.grid_files import grid_file, unpack_records
 
 # %% ../../nbs/jobs/16_again.ipynb #7109eb85
 def commands_in(

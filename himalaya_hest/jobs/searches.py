@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Callable
 
-from ..measures.grid_files import read_grid
+from ..measures.records import read_grid
 from ..ground.table import Table
 from .spaces import FOUNDING_LAMBDA, LAMBDA, space_of, told_value
 from .trials import trial_parameters

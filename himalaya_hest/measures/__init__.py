@@ -17,7 +17,6 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.measures", {
     "energy": "find_meter measure_window",
     "made_up_records": "made_up_record",
     "record_tables": "group_table same_world score_array summary_table task_table",
-    "grid_files": "read_grid",
-    "records": "Record load_record load_records read_record",
+    "records": "Record load_record load_records read_grid read_record",
     "record_schema": "json_schema",
 })
