@@ -9,7 +9,7 @@ __all__ = ['shown_plan', 'record_file', 'check_mirror', 'shown']
 from pathlib import Path
 
 from ..ground.processes import is_main_process
-from .run_log import logged
+from .working import logged
 from .scrubbing import check_secrets
 from .tracking import check_tracker, is_mirrored, mirror
 from ..measures.records import read_record
