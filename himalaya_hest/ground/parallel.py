@@ -59,7 +59,7 @@ def with_processes(
         raise ValueError(
             f"parameter training.num_processes = {asked!r}, but this run was started as "
             f"{n} process{'es' * (n > 1)}: torchrun --nproc-per-node {asked} -m "
-            "himalaya_hest.jobs.launch ..., or change the parameter (it is another "
+            "himalaya_hest.jobs.run ..., or change the parameter (it is another "
             "training: a step has its rows times that number)"
         )
     return parameters | dict(training=training | dict(num_processes=n)) if n > 1 else parameters
