@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .charts import Chart
 from .figures import run_charts, run_report
-from .groups import grouped_table
+from .questions import grouped_table
 from .method_figures import PANELS, method_bars, pair_chart, retained_bands
 from .pairs import Grid, grid_of, method_of
 from .primary import aggregated_metrics, primary_metric
