@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 
 from ..bridge.saved import save_adapter
-from ..ground.parallel import check_same, start_processes
 from himalaya_hest.ground.processes import (
-    Leading, as_only_process, followed, is_main_process, num_processes,
-)
+    as_only_process, check_same, followed, is_main_process, Leading, num_processes,
+    start_processes)
 from .tracking import NoTracker, open_tracker, write_record
 from ..running.checkpoint import sync_tree
 from ..running.parameters import RunConfig

@@ -15,8 +15,8 @@ from typing import Callable
 import torch.distributed as dist
 
 from ..ground.hooks import StreamHooks
-from ..ground.parallel import start_processes, with_processes
-from ..ground.processes import followed, is_main_process, Leading
+from ..ground.processes import (
+    followed, is_main_process, Leading, start_processes, with_processes)
 from .recording import mirrored, recorded
 from .search import search
 from .shown import check_mirror, record_file, shown, shown_plan

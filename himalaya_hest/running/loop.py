@@ -16,8 +16,7 @@ import numpy as np
 
 from ..adapters.registry import adapter_bytes, adapter_tensors
 from ..ground.hooks import TaskContext
-from ..ground.parallel import check_same
-from ..ground.processes import largest, num_processes, tensors_from_main
+from ..ground.processes import check_same, largest, num_processes, tensors_from_main
 from .checkpoint import random_states, seed_all, set_random_states
 from .continual_run import ContinualRun
 from .energy import energy_part
