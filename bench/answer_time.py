@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.backbone import load_backbone
 from himalaya_hest.running.continual_run import begin_run
-from himalaya_hest.running.scores import final_tasks
+from himalaya_hest.running.loop import final_tasks
 from himalaya_hest.running.energy import latencies_ms
 from himalaya_hest.running.evaluation import evaluation_batches, greedy
 from himalaya_hest.ground.hooks import HookList

@@ -25,7 +25,7 @@ from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.scales import scope_of
 from himalaya_hest.running.backbone import load_backbone
 from himalaya_hest.running.continual_run import begin_run
-from himalaya_hest.running.scores import final_tasks
+from himalaya_hest.running.loop import final_tasks
 from himalaya_hest.running.evaluation import evaluation_batches
 from himalaya_hest.compare.pairs import method_of
 from himalaya_hest.workshop.measuring import called, circumstances, write_record

@@ -22,7 +22,7 @@ from pathlib import Path
 from himalaya_hest.jobs.grid import main
 # which tests read grid files with
 from himalaya_hest.jobs.grid_runs import combinations, load_grid
-from himalaya_hest.measures.grid_files import pack_folder
+from himalaya_hest.measures.records import pack_folder
 
 if __name__ == "__main__":
     asked = []

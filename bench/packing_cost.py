@@ -22,7 +22,7 @@ def both(seed, stream, bits):
     from himalaya_hest.running.record import versions
     from himalaya_hest.running.continual_run import begin_run
     from himalaya_hest.running.loop import train_stream
-    from himalaya_hest.running.scores import evaluate_seen
+    from himalaya_hest.running.loop import evaluate_seen
     from himalaya_hest.himalaya.packing import packed_bytes, snap_slots_
     with tempfile.TemporaryDirectory() as folder:
         config = resolve(dict(adapter="himalaya", stream=stream, seed=seed, order_seed=seed,

@@ -59,18 +59,18 @@ def timed_run(parameters):
     """Processor seconds of a run by parts: training (steps), evaluation, rest; the loads, and the
     tokens that were really generated."""
     from himalaya_hest.jobs.run import run_continual
-    from himalaya_hest.running import lessons, loop, scores
-    spent, kept = dict(training=0., evaluation=0.), (loop.train_task, scores.evaluate)
+    from himalaya_hest.running import lessons, loop
+    spent, kept = dict(training=0., evaluation=0.), (loop.train_task, loop.evaluate)
     def clock(part, function, *args, **kw):
         start = time.process_time()
         try: return function(*args, **kw)
         finally: spent[part] += time.process_time() - start
     loop.train_task = partial(clock, "training", kept[0])
-    scores.evaluate = lessons.evaluate = partial(clock, "evaluation", kept[1])
+    loop.evaluate = lessons.evaluate = partial(clock, "evaluation", kept[1])
     start = time.process_time()
     try: record = run_continual(parameters, quiet=True)
     finally:
-        loop.train_task, scores.evaluate = kept
+        loop.train_task, loop.evaluate = kept
         lessons.evaluate = kept[1]
     return spent | dict(rest=time.process_time() - start - sum(spent.values())), record
 

@@ -13,9 +13,9 @@ import json
 import random
 from pathlib import Path
 
-from himalaya_hest.compare.versions import older_parts
+from himalaya_hest.compare.questions import older_parts
 from himalaya_hest.jobs.again import repeat_run
-from himalaya_hest.measures.grid_files import read_grid
+from himalaya_hest.measures.records import read_grid
 from himalaya_hest.workshop.measuring import circumstances
 
 

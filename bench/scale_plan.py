@@ -454,7 +454,7 @@ def study_points():
 
 def kept_slots():
     "Slots that finished tasks kept in the recorded runs of a hundred tasks, and when all were spent."
-    from himalaya_hest.measures.grid_files import read_grid
+    from himalaya_hest.measures.records import read_grid
     out = []
     for record in read_grid(ROOT/"records"/"tasks_main.parquet"):
         if record["config"]["adapter"] != "himalaya": continue

@@ -38,7 +38,7 @@ def one(name, trials, results_dir, out):
     from himalaya_hest.running.record import versions
     from himalaya_hest.running.record import code_version
     from himalaya_hest.jobs.search import search
-    from himalaya_hest.jobs.searches import dead_parameters
+    from himalaya_hest.jobs.search import dead_parameters
     config = resolve(parameters(name, trials, results_dir))
     def run(parameters, on_task): return run_continual(parameters, quiet=True, on_task=on_task)
     found = search(config, run)

@@ -26,7 +26,7 @@ from guards import STEPS, interval, stepper
 from himalaya_hest.running import training
 from himalaya_hest.running.checkpoint import write_atomic
 from himalaya_hest.running.resolve import resolve
-from himalaya_hest.ground.parallel import start_processes
+from himalaya_hest.ground.processes import start_processes
 from himalaya_hest.ground.processes import as_only_process, is_main_process, summed
 from himalaya_hest.workshop.measuring import circumstances
 

@@ -18,7 +18,7 @@ class DriveHooks(TrainerCallback):
         if args.world_size > 1:
             raise ValueError(
                 f"Trainer runs as {args.world_size} processes, and hooks would see the rows of their own process alone"
-                ": start one process, or use run_continual (torchrun -m himalaya_hest.jobs.launch)")
+                ": start one process, or use run_continual (torchrun -m himalaya_hest.jobs.run)")
         self.hooks.on_task_start(self.task)
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.hooks.after_backward()

@@ -127,7 +127,7 @@ def record_lines(
 # %% ../../nbs/cli/02_finished.ipynb #c2a0000b
 def _texts_of(file):
     "run_id → JSON, of one file or of all that are committed here."
-    from himalaya_hest.measures.grid_files import record_texts
+    from himalaya_hest.measures.records import record_texts
     files = [Path(file)] if file else sorted(Path("records").glob("*.parquet"))
     if not files:
         raise FileNotFoundError(
@@ -148,7 +148,7 @@ def records(
     "Show, list or pack records."
     a = records_parser(called).parse_args(arguments)
     if a.what == "pack":
-        from himalaya_hest.measures.grid_files import pack_folder
+        from himalaya_hest.measures.records import pack_folder
         if Path(a.file).suffix != ".parquet":
             raise ValueError(f"{a.file}: give the file a name that ends in .parquet")
         print(pack_folder(a.folder, a.file))

@@ -34,7 +34,7 @@ run_parser = _parser_of_runs(
     "Without arguments HIMALAYA on the mini study, two minutes on a CPU. "
     "The same command goes on after a kill.",
     "Every parameter with its meaning: nbs/96_run_files.ipynb. Several processes: "
-    "torchrun --nproc-per-node N -m himalaya_hest.jobs.launch, with the same arguments.",
+    "torchrun --nproc-per-node N -m himalaya_hest.jobs.run, with the same arguments.",
 )
 fetch_parser = _parser_of_runs(
     "Download and tokenise all rows of a run into its cache_dir, for machines without a network; "
@@ -50,7 +50,7 @@ def run(
     arguments: list[str], # of the command line
     called: str = "himalaya-hest run", # how the command was called
 ) -> int: # exit status
-    "A run, as `python -m himalaya_hest.jobs.launch` makes it."
+    "A run, as `python -m himalaya_hest.jobs.run` makes it."
     given = run_parser(called).parse_args(arguments).given
     from himalaya_hest.running.resolve import resolve
     from himalaya_hest.running.run_files import read_arguments
@@ -59,7 +59,7 @@ def run(
     except ValueError as e:
         print(e, file=sys.stderr)
         return 2
-    from himalaya_hest.jobs.launch import main
+    from himalaya_hest.jobs.run import main
     return main(given)
 
 # %% ../../nbs/cli/01_runs.ipynb #80f45a01

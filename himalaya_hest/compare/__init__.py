@@ -12,8 +12,7 @@ from .. import lazy_face
 __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.compare", {
     "pairs": "Grid by_pair grid_of method_of",
     "standings": "exploratory_table main_table paired_table",
-    "groups": "fairness_table grouped_table",
-    "targets": "target_table",
+    "questions": "fairness_table grouped_table target_table",
     "charts": "Chart",
     "figures": "retained_curve run_charts run_report score_matrix",
     "method_figures": "method_bars pair_chart retained_bands",

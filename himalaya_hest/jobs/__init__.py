@@ -11,8 +11,7 @@ from .. import lazy_face
 # %% ../../nbs/jobs/00_jobs.ipynb #728e4105
 __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.jobs", {
     "spaces": "search_space with_setting",
-    "search": "best_setting",
-    "searches": "dead_parameters read_searches searches_table",
+    "search": "best_setting dead_parameters read_searches searches_table",
     "scrubbing": "scrub shareable",
     "tracked": "read_source tracked_records",
     "run": "run_continual",

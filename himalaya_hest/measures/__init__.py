@@ -16,8 +16,7 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.measures", {
     "continual": "continual_summary retained_accuracy retained_accuracy_auc",
     "energy": "find_meter measure_window",
     "made_up_records": "made_up_record",
+    "record_shape": "json_schema",
     "record_tables": "group_table same_world score_array summary_table task_table",
-    "grid_files": "read_grid",
-    "records": "Record load_record load_records read_record",
-    "record_schema": "json_schema",
+    "records": "Record load_record load_records read_grid read_record",
 })

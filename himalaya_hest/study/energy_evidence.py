@@ -20,7 +20,7 @@ from ..compare.pairs import by_pair
 from ..compare.standings import MAIN_PAIRS
 from ..measures.record_tables import run_role
 from ..measures.statistics import bca_interval, is_number, median_interval
-from ..measures.grid_files import records_of
+from ..measures.records import records_of
 
 # %% ../../nbs/study/09_energy_evidence.ipynb #1c02d79b
 BENCHMARKS = ("answer_time", "controller_share", "block_speed", "energy_claims", "gpu_blocks_*")

@@ -20,7 +20,7 @@ from ..compare.pairs import method_of
 from ..ground.table import Table
 from .findings import Finding, shown_figure
 from .footprint import at_large_scale
-from ..measures.grid_files import records_of
+from ..measures.records import records_of
 
 # %% ../../nbs/study/15_quoted.ipynb #81167240
 # the sets of keys that `here` may have
