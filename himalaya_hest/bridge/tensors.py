@@ -107,7 +107,6 @@ def adapted(
     if getattr(config, "r", 0) > most: raise ValueError(f"r is {config.r}, but no weight has a rank above {most}")
     with torch.random.fork_rng(devices=[]): return _attached(copy.deepcopy(model), config, adapter_name)
 
-
 # %% ../../nbs/bridge/07_tensors.ipynb #f04ecac6
 def expected_tensors(
     model: nn.Module, # a backbone, or a PEFT model that gets one more adapter
