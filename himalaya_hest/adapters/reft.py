@@ -39,9 +39,9 @@ class LoReFT(nn.Module):
     "Φ(h) = h + Rᵀ(W h + b − R h), R = qf(M): for each site one M and W (r, d) and b (r)."
     def __init__(self,
         sites: list[Site], # decoder layers
-        rank: int = 4,
-        first: int = 7, # edited tokens at the start of a prompt
-        last: int = 7, # edited tokens at its end
+        rank: int,
+        first: int, # edited tokens at the start of a prompt
+        last: int, # edited tokens at its end
         seed: int = 0,
     ):
         super().__init__()

@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..ground.linalg import owm_update, philox_signs, philox_uniform, quantise_rows
+from ..bridge.prompt import N_COUNTED
 from .config import Settings
 
 # %% ../../nbs/himalaya/05_router.ipynb #11e89b11
@@ -122,7 +123,7 @@ class Router(nn.Module):
         n_slots: int, # K
         n_features: int = Settings.n_features, # N
         mask_fraction: float = Settings.mask_fraction, # share that an instruction opens
-        n_counted: int = 4096, # token ids whose frequency is kept
+        n_counted: int = N_COUNTED, # token ids whose frequency is kept
         seed: int = 0, # of the fixed signs
         use_prototypes: bool = True, # the mask comes from the nearest stored instruction
         n_extra: int = 0, # numbers beside logits and coefficients

@@ -16,6 +16,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ...ground.linalg import philox_uniform
+from ...bridge.prompt import N_COUNTED
 from ..choices import SIZES
 from ..config import Settings
 from ..router import add_statistics, check_fitted, nearest_prototype
@@ -65,7 +66,7 @@ class MLPRouter(nn.Module):
         n_extra: int = 0, # 1: a scalar s beside logits and coefficients
         expected_open: float = Settings.slots_per_sequence, # open gates, at the start
         use_prototypes: bool = False, # τ̃ gives way to the nearest stored prototype
-        n_counted: int = 4096, # token ids whose frequency is kept
+        n_counted: int = N_COUNTED, # token ids whose frequency is kept
         seed: int = 0, # of the first values
     ):
         super().__init__()
