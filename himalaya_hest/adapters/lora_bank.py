@@ -20,7 +20,7 @@ from peft import TaskType # as Optional and Union: PeftConfig's annotations name
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..bridge.prompt import N_COUNTED, RoutedCore
+from ..bridge.prompt import N_COUNTED, RoutedCore, add_statistics, check_fitted
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.routed import RoutedModel, batch_contexts
 from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig
@@ -165,9 +165,7 @@ class Keys(nn.Module):
         n_counted: int = N_COUNTED, # token ids whose frequency is kept
     ):
         super().__init__()
-        for name in ("e_mean", "e_scale", "t_mean", "t_scale"): self.register_buffer(name, torch.zeros(width))
-        self.register_buffer("counted", torch.full((n_counted,), -1, dtype=torch.int32))
-        self.register_buffer("frequency", torch.zeros(n_counted))
+        add_statistics(self, width, n_counted)
         for name in ("e_key", "t_key"):
             self.register_buffer(name, torch.zeros(n_tasks, width, dtype=torch.int8))
             self.register_buffer(f"{name}_scale", torch.zeros(n_tasks))
@@ -196,9 +194,7 @@ def choose(
 ) -> Tensor: # (b,) int64
     """The task with the nearest instruction; among tasks with that very instruction the one with the
     nearest prompts. `RuntimeError` without statistics."""
-    if not keys.is_fitted:
-        raise RuntimeError("the bank has no statistics of generic text yet: call fit_statistics(tokenizer) once "
-                           "after get_peft_model, or load an adapter that was saved after it")
+    check_fitted(keys, "bank")
     def distance(name, x):
         points = getattr(keys, f"{name}_key")[:n].float() * getattr(keys, f"{name}_key_scale")[:n, None]
         return torch.cdist((x - getattr(keys, f"{name}_mean")) / getattr(keys, f"{name}_scale"), points)

@@ -20,7 +20,7 @@ from peft import TaskType
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..bridge.prompt import N_COUNTED, RoutedCore
+from ..bridge.prompt import N_COUNTED, RoutedCore, add_statistics, check_fitted
 from ..bridge.routed import RoutedModel, batch_contexts
 from ..bridge.shell import Place, ShellConfig, drawn_from
 from ..himalaya.config import Settings
@@ -40,12 +40,7 @@ class Instructions(nn.Module):
         n_counted: int = N_COUNTED, # token ids whose frequency is kept
     ):
         super().__init__()
-        for name in ("t_mean", "t_scale"): self.register_buffer(name, torch.zeros(width))
-        for name in ("e_mean", "e_scale"):
-            # measured with the others, not used
-            self.register_buffer(name, torch.zeros(width), persistent=False)
-        self.register_buffer("counted", torch.full((n_counted,), -1, dtype=torch.int32))
-        self.register_buffer("frequency", torch.zeros(n_counted))
+        add_statistics(self, width, n_counted, reads_prompt=False)
         self.codes, self.scales = RowStack(width, dtype=torch.int8), RowStack(1)
     is_fitted = property(lambda self: bool(self.t_scale.any()))
     prototypes = property(lambda self: self.codes.rows) # (n, d) int8
@@ -72,12 +67,7 @@ def opened(
 ) -> Tensor: # (b, r), k ones in a row
     """m(τ): the components that W_t τ' ranks highest, τ' the nearest prototype. `RuntimeError`
     without statistics."""
-    if not seen.is_fitted:
-        raise RuntimeError(
-            "the adapter has no statistics of generic text yet: call "
-            "fit_statistics(tokenizer) once after get_peft_model, or load an adapter that "
-            "was saved after it"
-        )
+    check_fitted(seen, "adapter")
     return open_units(
         nearest_prototype(seen, (tau - seen.t_mean) / seen.t_scale, scaled=False), signs, n_open
     )
