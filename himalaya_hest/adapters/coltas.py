@@ -25,7 +25,7 @@ class Coltas(PairCore):
     "y + B diag(s_i) A x: A and B of all sites of one shape, s of each."
     def __init__(self,
         sites: list[Site],
-        rank: int = 8, # r
+        rank: int, # r
         seed: int = 0,
     ):
         super().__init__(sites)

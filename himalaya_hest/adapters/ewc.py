@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
+from .defaults import EWC_DEFAULTS
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.loss import sampled_label_loss, target_logits
 
@@ -68,8 +69,8 @@ class EWC(StreamHooks):
     def __init__(self,
         model: nn.Module, # its parameters with requires_grad at a task's end are protected
         strength: float = 1., # λ
-        decay: float = 1., # ρ, of the Fisher information of earlier tasks
-        n_examples: int = 256, # rows of a task from which F is estimated
+        decay: float = EWC_DEFAULTS["decay"], # ρ, of the Fisher information of earlier tasks
+        n_examples: int = EWC_DEFAULTS["n_examples"], # rows of a task from which F is estimated
         seed: int = 0, # of the sampled labels
     ):
         if strength < 0 or not 0 <= decay <= 1 or n_examples < 1:

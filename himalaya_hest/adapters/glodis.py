@@ -43,8 +43,8 @@ class Glodis(PairCore):
     "y + Σ_k top_n(c_i)_k u_k (v_kᵀ x): u, v of all sites of one shape, c of each."
     def __init__(self,
         sites: list[Site],
-        n_atoms: int = 64, # K
-        n_active: int = 8, # n, at a site
+        n_atoms: int, # K
+        n_active: int, # n, at a site
         seed: int = 0,
     ):
         super().__init__(sites)

@@ -87,8 +87,8 @@ class GpmHooks(StreamHooks):
     def __init__(self,
         model: nn.Module, # with the adapter in it
         guards: list[Guard],
-        energy: float = .97, # ε
-        n_vectors: int = 1024, # tokens of a task from which its directions are found
+        energy: float, # ε
+        n_vectors: int, # tokens of a task from which its directions are found
     ):
         self.model, self.guards, self.energy, self.n_vectors, self.failed = model, guards, energy, n_vectors, 0
     def on_task_start(self, task: TaskContext):

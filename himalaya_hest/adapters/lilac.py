@@ -25,8 +25,8 @@ class Lilac(PairCore):
     "y + B A x with A = a D_in and Bᵀ = b D_out: mixtures a, b of each site, dictionaries D of all."
     def __init__(self,
         sites: list[Site],
-        rank: int = 4, # r
-        n_atoms: int = 64, # K
+        rank: int, # r
+        n_atoms: int, # K
         seed: int = 0,
     ):
         super().__init__(sites)

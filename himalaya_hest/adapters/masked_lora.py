@@ -20,9 +20,10 @@ from peft import TaskType
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..bridge.prompt import RoutedCore
+from ..bridge.prompt import N_COUNTED, RoutedCore, add_statistics, check_fitted
 from ..bridge.routed import RoutedModel, batch_contexts
 from ..bridge.shell import Place, ShellConfig, drawn_from
+from ..himalaya.config import Settings
 from ..himalaya.dictionary import Update
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import philox_signs, quantise_rows
@@ -36,15 +37,10 @@ class Instructions(nn.Module):
     "Statistics of generic text, and one prototype for each instruction seen."
     def __init__(self,
         width: int, # d of the input embeddings
-        n_counted: int = 4096, # token ids whose frequency is kept
+        n_counted: int = N_COUNTED, # token ids whose frequency is kept
     ):
         super().__init__()
-        for name in ("t_mean", "t_scale"): self.register_buffer(name, torch.zeros(width))
-        for name in ("e_mean", "e_scale"):
-            # measured with the others, not used
-            self.register_buffer(name, torch.zeros(width), persistent=False)
-        self.register_buffer("counted", torch.full((n_counted,), -1, dtype=torch.int32))
-        self.register_buffer("frequency", torch.zeros(n_counted))
+        add_statistics(self, width, n_counted, reads_prompt=False)
         self.codes, self.scales = RowStack(width, dtype=torch.int8), RowStack(1)
     is_fitted = property(lambda self: bool(self.t_scale.any()))
     prototypes = property(lambda self: self.codes.rows) # (n, d) int8
@@ -71,12 +67,7 @@ def opened(
 ) -> Tensor: # (b, r), k ones in a row
     """m(τ): the components that W_t τ' ranks highest, τ' the nearest prototype. `RuntimeError`
     without statistics."""
-    if not seen.is_fitted:
-        raise RuntimeError(
-            "the adapter has no statistics of generic text yet: call "
-            "fit_statistics(tokenizer) once after get_peft_model, or load an adapter that "
-            "was saved after it"
-        )
+    check_fitted(seen, "adapter")
     return open_units(
         nearest_prototype(seen, (tau - seen.t_mean) / seen.t_scale, scaled=False), signs, n_open
     )
@@ -87,9 +78,9 @@ class MaskedLora(RoutedCore):
     def __init__(self,
         sites: list[Place],
         width: int, # of the input embeddings
-        r: int = 32, # rank components
-        n_open: int = 8, # k, that an instruction opens
-        alpha: float = 16.,
+        r: int, # rank components
+        n_open: int, # k, that an instruction opens
+        alpha: float,
         seed: int = 0, # of the first values and the signs
     ):
         super().__init__()
@@ -110,7 +101,7 @@ class MaskHooks(StreamHooks):
     def __init__(self,
         core: MaskedLora,
         contexts: Callable[[dict], tuple[Tensor, Tensor]], # (e, τ) of a batch, each (b, d)
-        context_batches: int = 64, # batches from which a task's prototype is computed
+        context_batches: int, # from which a task's prototype is computed
     ):
         self.core, self.contexts, self.context_batches = core, contexts, context_batches
     @torch.no_grad()
@@ -139,7 +130,7 @@ class LoraMaskedConfig(ShellConfig):
     r: int = 32 # rank components
     n_open: int = 8 # k, that an instruction opens; r: all, which is LoRA of rank r
     lora_alpha: float = 16. # α; the scale is α/k
-    context_batches: int = 64 # batches from which a task's prototype is computed
+    context_batches: int = Settings.context_batches # from which a task's prototype is computed
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType["LORA_MASKED"]

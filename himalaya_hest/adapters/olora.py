@@ -55,8 +55,8 @@ class OLoraHooks(StreamHooks):
     "A pair for each task, and the penalties of the one in training. All state lies in the adapter's own tensors."
     def __init__(self,
         pairs: Pairs,
-        orthogonality: float = .5, # λ₁
-        norm: float = 0., # λ₂
+        orthogonality: float, # λ₁
+        norm: float, # λ₂
         seed: int = 0, # of the factors of later tasks
     ):
         self.pairs, self.orthogonality, self.norm, self.seed = pairs, orthogonality, norm, seed

@@ -9,7 +9,6 @@ __all__ = ['orthonormal', 'LoReFT', 'positions', 'prompt_now', 'before_forward',
 # %% ../../nbs/adapters/07_reft.ipynb #3c878ce7
 import contextvars
 from dataclasses import dataclass
-from functools import partial
 from typing import Optional, Union
 
 import torch
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 
 from ..himalaya.dictionary import Site
 from ..bridge.prompt import prompt_of, refuse_packed
-from ..bridge.routed import _CALL, call_context
+from ..bridge.routed import _CALL, PromptModel
 from ..bridge.register import add_peft_type, register_peft_method
-from ..bridge.shell import ShellConfig, ShellLayer, ShellModel
+from ..bridge.shell import ShellConfig, ShellLayer
 
 add_peft_type("REFT")
 
@@ -40,9 +39,9 @@ class LoReFT(nn.Module):
     "Φ(h) = h + Rᵀ(W h + b − R h), R = qf(M): for each site one M and W (r, d) and b (r)."
     def __init__(self,
         sites: list[Site], # decoder layers
-        rank: int = 4,
-        first: int = 7, # edited tokens at the start of a prompt
-        last: int = 7, # edited tokens at its end
+        rank: int,
+        first: int, # edited tokens at the start of a prompt
+        last: int, # edited tokens at its end
         seed: int = 0,
     ):
         super().__init__()
@@ -146,11 +145,10 @@ class ReftLayer(ShellLayer):
             return getattr(self.base_layer, name)
 
 # %% ../../nbs/adapters/07_reft.ipynb #0770144c
-class ReftModel(ShellModel):
+class ReftModel(PromptModel):
     "LoReFT attached to a causal language model."
     prefix = "reft_"
     tuner_layer_cls = ReftLayer
-    forward_args = ("prompt_mask", "instruction_mask") # of forward and generate; they never reach the backbone
     def make_core(self, config, sites): return LoReFT(sites, config.rank, config.first, config.last, config.seed)
     def _prepare_adapter_config(self, peft_config, model_config):
         if peft_config.target_modules is None:
@@ -160,13 +158,6 @@ class ReftModel(ShellModel):
         return peft_config
     def install(self, model):
         super().install(model)
-        # a copy of the model gets a copy of the tuner, which a closure would not
-        self.__dict__["_handles"] = [
-            model.register_forward_pre_hook(partial(before_forward, self), with_kwargs=True),
-            model.register_forward_hook(after_forward, with_kwargs=True, always_call=True)]
-    def _enable_peft_forward_hooks(self, *args, **kwargs): return call_context(*args, **kwargs)
-    def unload(self):
-        for handle in self._handles: handle.remove()
-        return super().unload()
+        self.watch(model, before_forward, after_forward)
 
 register_peft_method("reft", ReftConfig, ReftModel)

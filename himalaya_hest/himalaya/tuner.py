@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.routed import RoutedModel, batch_contexts, batch_loss, sampled_batch_loss
-from ..bridge.shell import Place, ShellConfig
+from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig
 from .answers import has_digests, prompt_keys
 from .choices import PARTS, usual_targets
 from .compiled import fixed_faults, fixed_route
@@ -78,9 +78,7 @@ def value_faults(self: HimalayaConfig,
 
 # %% ../../nbs/himalaya/15_tuner.ipynb #e87881f9
 _ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "mlp"]
-_LLAMA_LIKE = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "smollm3", "olmo2")
-TARGETS = {t: _ALL for t in _LLAMA_LIKE} | {
+TARGETS = {t: _ALL for t in (*LLAMA_LIKE, "phi3")} | {
     "gpt_neox": ["query_key_value", "attention.dense", "mlp"],
     "gpt2": ["c_attn", "attn.c_proj", "mlp"],
 }

@@ -16,9 +16,10 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ...ground.linalg import philox_uniform
+from ...bridge.prompt import N_COUNTED, add_statistics, check_fitted
 from ..choices import SIZES
 from ..config import Settings
-from ..router import add_statistics, check_fitted, nearest_prototype
+from ..router import add_prototypes, nearest_prototype
 
 # %% ../../../nbs/himalaya/published/23_router.ipynb #8c32713c
 def hidden_width(
@@ -65,7 +66,7 @@ class MLPRouter(nn.Module):
         n_extra: int = 0, # 1: a scalar s beside logits and coefficients
         expected_open: float = Settings.slots_per_sequence, # open gates, at the start
         use_prototypes: bool = False, # τ̃ gives way to the nearest stored prototype
-        n_counted: int = 4096, # token ids whose frequency is kept
+        n_counted: int = N_COUNTED, # token ids whose frequency is kept
         seed: int = 0, # of the first values
     ):
         super().__init__()
@@ -81,7 +82,8 @@ class MLPRouter(nn.Module):
         rows = philox_uniform(seed, 5, h * outputs).view(h, outputs) / h**.5
         self.w2 = nn.Parameter(first_w2(rows, n_slots, expected_open))
         self.digest = hashlib.sha256(f"mlp {width} {h} {n_slots} {n_extra}".encode()).hexdigest()
-        add_statistics(self, width, n_counted, n_slots * use_prototypes)
+        add_statistics(self, width, n_counted)
+        add_prototypes(self, width, n_slots * use_prototypes)
     def features(self, e, tau): return mlp_features(self, e, tau)
     def forward(self, phi, gate_bias=None): return mlp_outputs(self, phi, gate_bias)
 
@@ -117,7 +119,7 @@ def mlp_features(
     tau: Tensor, # (b, d) mean embedding of the instruction
 ) -> Tensor: # (b, N) or (b, n, N); with a gradient to W₁ and b₁
     "φ = [relu(W₁(ẽ + τ̃) + b₁), 1]; `RuntimeError` without statistics."
-    check_fitted(router)
+    if not torch.compiler.is_compiling(): check_fitted(router)
     t = nearest_prototype(router, (tau - router.t_mean) / router.t_scale)
     x = (e - router.e_mean) / router.e_scale + (t[:, None] if e.dim() == 3 else t)
     h = torch.relu(nn.functional.linear(x, router.w1, router.b1))
