@@ -98,6 +98,9 @@ def loading_text(
     module: str, # that defines its config
 ) -> str: # Markdown
     "What the model card says about loading."
+    # the package registers all of its own; a module of somebody else's registers what it defines
+    package = __name__.split(".")[0]
+    if module.startswith(f"{package}."): module = package
     return (f"## Loading\n\n`{name}` is not part of PEFT: import the module that defines it first. A process that does "
             f"not fails with `KeyError: '{name}'`.\n\n```python\nimport {module}\n"
             "from peft import AutoPeftModelForCausalLM\n\n"
