@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PEFT_METHODS', 'OF_ONE_PRESET', 'FAMILY', 'IDENTITY', 'BOUNDED', 'ROUNDED', 'EXCEPTIONS', 'ByteTokenizer', 'toy_rows',
            'rows_of', 'prompts_of', 'attached', 'heard', 'logits_of', 'drive', 'kept_bytes', 'same', 'backbone_of',
-           'Expectations', 'state_faults', 'use_faults', 'ewc_faults', 'family_faults']
+           'Expectations', 'family_faults']
 
 # %% ../../nbs/workshop/01_family.ipynb #85ded6ed
 import copy
@@ -187,7 +187,7 @@ class Expectations:
         if not holds: self.wrong.append(what)
 
 # %% ../../nbs/workshop/01_family.ipynb #be61e076
-def state_faults(
+def _state_faults(
     make: Callable[[], Adapter], # a fresh one, the same each time
 ) -> list[str]:
     "What goes wrong with an adapter's parameters along two tasks."
@@ -269,7 +269,7 @@ def _expect_generation(expect, adapter, rows):
         expect(f"generates the same {what}", alone == batch)
 
 # %% ../../nbs/workshop/01_family.ipynb #2e8f1057
-def use_faults(
+def _use_faults(
     adapter: Adapter, # a fresh one
 ) -> list[str]:
     "What goes wrong in use: generation, padding, activation checkpointing."
@@ -305,7 +305,7 @@ def _gradients(adapter, checkpointing): # name → gradient
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 # %% ../../nbs/workshop/01_family.ipynb #ccb24beb
-def ewc_faults(
+def _ewc_faults(
     make: Callable[[], Adapter], # a fresh one with EWC, the same each time
 ) -> list[str]:
     "What goes wrong with EWC beside an adapter."
@@ -364,8 +364,8 @@ def family_faults(
     "The property test of one adapter."
     make, rng = lambda: attached(name, preset, adapter_config), torch.get_rng_state()
     try:
-        found = (ewc_faults(make) if parse_adapter(name)[1]
-                 else state_faults(make) + use_faults(make()))
+        found = (_ewc_faults(make) if parse_adapter(name)[1]
+                 else _state_faults(make) + _use_faults(make()))
     finally: torch.set_rng_state(rng)
     excepted = EXCEPTIONS.get((name, preset), {})
     return [f for f in found if f not in excepted] + [
