@@ -21,7 +21,9 @@ def lazy_face(
     given: dict[str, str], # module → the names that it gives to the face
 ): # (`__getattr__`, `__dir__`, `__all__`) of the package
     "What makes a module's names importable without loading what makes them."
-    module = {name: m for m, names in given.items() for name in names.split()}
+    pairs = [(name, m) for m, names in given.items() for name in names.split()]
+    module = dict(pairs)
+    if len(module) < len(pairs): raise ValueError(f"the face of {package} has a name twice")
     def __getattr__(name):
         if name not in module:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

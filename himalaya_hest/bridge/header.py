@@ -131,7 +131,7 @@ def known_class(
     if found is not None: return found
     # a record may name any module, and only one of ours is passed on
     ours = re.fullmatch(r"himalaya_hest(\.\w+)+", module)
-    module = module if ours else "himalaya_hest.adapters.registry"
+    module = module if ours else "himalaya_hest"
     raise ValueError(
         f"{path} has the peft_type {str(kind)[:60]!r}, which PEFT {peft.__version__} does not know "
         "and no imported module has registered: if it is a method of himalaya_hest, "

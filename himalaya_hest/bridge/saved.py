@@ -29,7 +29,7 @@ from .header import (
     backbone_facts, check_record, known_class, read_json, read_record, read_tensors, write_record)
 from .settings import LARGEST, made_config
 from .tensors import (
-    content_faults, count_faults, expected_tensors, number_faults, shape_faults)
+    content_faults, count_faults, expected_tensors, index_faults, number_faults, shape_faults)
 
 # %% ../../nbs/bridge/08_saved.ipynb #5c9c522f
 def check_name(
@@ -147,12 +147,14 @@ def fit_faults(
     sized = found.ours and hasattr(config, "size_faults")
     if wrong := count_faults(config, tensors) + (config.size_faults(shapes) if sized else []): return wrong
     try: want = expected_tensors(model, config, adapter_name, tensors)
+    except torch.OutOfMemoryError: raise
     except Exception as e: return [f"it does not fit {_measured(backbone)}: {e}"]
     tensors = mapped_names(tensors, options.get("key_mapping"))
     if wrong := shape_faults(tensors, want):
         other = (f"it was saved for another backbone than {_measured(backbone)}, with another configuration, "
                  "or is damaged")
         return [other, *wrong]
+    if wrong := index_faults(tensors, want, backbone): return wrong
     # what was saved so, diverged in training
     largest = LARGEST if found.record is None else math.inf
     if found.ours: return content_faults(config, tensors, backbone, largest)

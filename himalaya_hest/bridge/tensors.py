@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WITH_VALUES', 'skeleton', 'row_stacks', 'set_counters', 'in_embedding', 'Expected', 'adapted', 'expected_tensors',
-           'shape_faults', 'row_faults', 'number_faults', 'ranges_of', 'content_faults', 'count_faults']
+           'shape_faults', 'row_faults', 'number_faults', 'index_faults', 'ranges_of', 'content_faults', 'count_faults']
 
 # %% ../../nbs/bridge/07_tensors.ipynb #d2b876ae
 import copy
@@ -98,14 +98,19 @@ def adapted(
     config, # a PeftConfig
     adapter_name: str = "default",
 ) -> nn.Module:
-    "A copy with the adapter, without values where its method can be made so; `ValueError` for a rank beyond all."
+    """A copy with the adapter, without values where its method can be made so; `ValueError` for a
+    rank that no weight can use."""
     if config.peft_type not in WITH_VALUES:
         made = skeleton(model)
         with torch.device("meta"): return _attached(made, config, adapter_name, low_cpu_mem_usage=True)
-    # with values, what a file asks for takes memory
-    most = max(min(p.shape) for p in model.parameters() if p.dim() == 2)
-    if getattr(config, "r", 0) > most: raise ValueError(f"r is {config.r}, but no weight has a rank above {most}")
-    with torch.random.fork_rng(devices=[]): return _attached(copy.deepcopy(model), config, adapter_name)
+    # with values, what a file asks for takes memory: at most as many numbers as the weights have
+    most = max(p.numel() // sum(p.shape) for p in model.parameters() if p.dim() == 2)
+    if getattr(config, "r", 0) > most:
+        raise ValueError(f"r is {config.r}; above {most} it has more numbers than any weight here")
+    config = copy.deepcopy(config)
+    if hasattr(config, "progressbar"): config.progressbar = False
+    with torch.random.fork_rng(devices=[]):
+        return _attached(copy.deepcopy(model), config, adapter_name)
 
 # %% ../../nbs/bridge/07_tensors.ipynb #f04ecac6
 def expected_tensors(
@@ -183,6 +188,29 @@ def number_faults(
         if under or over:
             wrong.append(f"{n} holds {t.min().item():g} to {t.max().item():g}, "
                          f"expected {low} to {'any' if high is None else high}")
+    return wrong
+
+# %% ../../nbs/bridge/07_tensors.ipynb #3d5a7c11
+def _used_within(place, t, backbone): # do these rows and columns lie in the weight at a place?
+    layer = backbone.get_submodule(place.removeprefix("base_model.model."))
+    size = torch.tensor(getattr(layer, "get_base_layer", lambda: layer)().weight.shape)
+    return t.shape[:1] == size.shape and bool(((t >= 0) & (t < size[:, None])).all())
+
+def index_faults(
+    tensors: dict[str, Tensor], # of the file, of the right names, shapes and types
+    want: Expected,
+    backbone: nn.Module, # without adapters, or with their layers in place
+) -> list[str]:
+    """Whole numbers that PEFT uses as places in a weight without looking at them: a sparse tensor
+    with others would be written and read outside of it."""
+    wrong = []
+    for n, t in tensors.items():
+        w = want.tensors.get(n)
+        if w is None or w.is_meta or t.is_floating_point() or not t.dim(): continue
+        place, _, kind = n.rpartition(".")
+        # drawn without a seed; all others follow from the configuration
+        fits = _used_within(place, t, backbone) if kind == "shira_indices" else torch.equal(t, w.cpu())
+        if not fits: wrong.append(f"{n} holds places that are not those of this model and configuration")
     return wrong
 
 # %% ../../nbs/bridge/07_tensors.ipynb #13d3e835

@@ -365,7 +365,7 @@ def resolve(
     """Check a run's parameters and give each its value; `ValueError` names the parameter, what was
     expected, and the nearest match."""
     # what is misspelled, ill-typed or out of range is refused before anything is looked for
-    given = parameters if isinstance(parameters, dict) else asdict(parameters)
+    given = asdict(parameters) if isinstance(parameters, RunConfig) else parameters
     cfg = checked(RunConfig, given)
     for g in ("training", "evaluation"): checked(GROUPS[g], getattr(cfg, g), f"{g}.")
     _scaled(cfg)
