@@ -36,11 +36,12 @@ continual25: install
 	@mkdir -p runs
 	$(BIN)/papermill nbs/90_continual25.ipynb runs/continual25.ipynb -p adapter $(ADAPTER)
 
-# every notebook, without the cells flagged `full`: five minutes on two cores
+# the first tier: without cells flagged `full` or `slow` and the notebooks named in SECOND (nbs/workshop/18_suite.ipynb);
+# five minutes on two cores is the aim
 test: install
 	$(SUITE)
 
-# every notebook, with them; test-rest: only the notebooks that have some
+# both tiers; test-rest: the notebooks that the first tier leaves out, in whole or in part. No tier runs papermill's targets
 test-all: install
 	$(SUITE) --all
 test-rest: install

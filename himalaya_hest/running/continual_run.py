@@ -59,7 +59,7 @@ class Position:
     skipped_in_a_row: int = 0 # of those, the last ones, also of the task before
     # what `StreamHooks.faults` counted, where hooks begin anew with each task
     faults: dict = field(default_factory=dict)
-    kernels: list = field(default_factory=list) # that are not deterministic, see `determinism`
+    kernels: list = field(default_factory=list) # that are not deterministic, see `guards`
     wall_s: float = 0. # of all processes that worked on this run
     n_checkpoints: int = 0
 
