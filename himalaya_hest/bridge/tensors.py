@@ -87,6 +87,7 @@ WITH_VALUES = ("BOFT", "FROD", "SHIRA", "UNILORA")
 
 def _attached(made, config, adapter_name, **options): # a copy of a model, changed in place
     config = copy.deepcopy(config)
+    if hasattr(config, "progressbar"): config.progressbar = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not isinstance(made, PeftModel): return get_peft_model(made, config, adapter_name, **options)
@@ -107,8 +108,6 @@ def adapted(
     most = max(p.numel() // sum(p.shape) for p in model.parameters() if p.dim() == 2)
     if getattr(config, "r", 0) > most:
         raise ValueError(f"r is {config.r}; above {most} it has more numbers than any weight here")
-    config = copy.deepcopy(config)
-    if hasattr(config, "progressbar"): config.progressbar = False
     with torch.random.fork_rng(devices=[]):
         return _attached(copy.deepcopy(model), config, adapter_name)
 

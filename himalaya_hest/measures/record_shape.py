@@ -223,12 +223,14 @@ def _object_schema(shape):
 # %% ../../nbs/measures/11_record_shape.ipynb #a28700e0
 def json_schema() -> dict: # a JSON schema, draft 2020-12
     "What a run's `record.json` must hold."
+    schema = _schema_of(RECORD)
+    told = {k: {"description": ABOUT[k]} | s for k, s in schema["properties"].items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Record of a run of himalaya-hest",
         "description": "What tables and figures read of a run's record.json; a record may hold more.",
-        **(schema := _schema_of(RECORD)),
-        "properties": {k: {"description": ABOUT[k]} | s for k, s in schema["properties"].items()},
+        **schema,
+        "properties": told,
     }
 
 def write_schema(
