@@ -63,6 +63,9 @@ class StreamHooks:
     def should_stop(self) -> bool:
         "Asked before each step: has this task been trained enough?"
         return False
+    def next_index(self) -> int:
+        "The first place in a stream behind all tasks that the adapter holds, also those of a file."
+        return 0
     def on_task_end(self, loader: Iterable[dict]) -> None:
         "After the last step of a task; `loader` reads that task's training rows once more."
     def state_dict(self) -> dict[str, Tensor]:
@@ -107,6 +110,7 @@ class HookList(StreamHooks):
     def may_choose(self): return all([h.may_choose() for h in self.hooks])
     def told(self): return {k: v for h in self.hooks for k, v in h.told().items()}
     def should_stop(self): return any([h.should_stop() for h in self.hooks])
+    def next_index(self): return max((h.next_index() for h in self.hooks), default=0)
     def on_task_end(self, loader): [h.on_task_end(loader) for h in self.hooks]
 
 # %% ../../nbs/ground/05_hooks.ipynb #13456ccd
