@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..streams.batching import Collator, pad_id, prompt_row, stop_ids
 from ..measures.programs import run_programs
 from ..ground.processes import gathered, num_processes, on_main, process_index
+from ..ground.quiet import waiting
 from ..adapters.registry import Adapter
 from ..measures.rows import row_values
 from ..measures.answers import confusion_counts
@@ -146,7 +147,7 @@ def _generated(adapter, batches, tokenizer, num_beams):
     "(task, row, text) of all batches; processes share them out, and each gets all texts."
     own = [
         [i, j, text]
-        for batch in batches[process_index() :: num_processes()]
+        for batch in waiting(batches[process_index() :: num_processes()], "evaluation")
         for (i, j), text in zip(
             batch["rows"], greedy(adapter.model, batch, tokenizer, adapter.takes_masks, num_beams)
         )
@@ -280,7 +281,7 @@ def cpu_latency_overhead(
     timed = lambda batch: _generation_s(adapter, batch, tokenizer, new_tokens)
     # in turns, so that a machine that grows slower does so for both; the first pair warms up
     with_, without = [], []
-    for k in range(pairs + 1):
+    for k in waiting(range(pairs + 1), "latency"):
         batch = rows[k % len(rows)]
         with_.append(timed(batch))
         with adapter.model.disable_adapter(): without.append(timed(batch))

@@ -16,14 +16,14 @@ import numpy as np
 
 from ..adapters.registry import adapter_bytes, adapter_tensors
 from ..ground.hooks import TaskContext
-from ..ground.processes import check_same, largest, num_processes, tensors_from_main
-from .checkpoint import random_states, seed_all, set_random_states
+from ..ground.processes import check_same, largest, num_processes
+from .checkpoint import seed_all
 from .continual_run import ContinualRun
 from .energy import energy_part
 from .evaluation import evaluate, evaluation_task, EvaluationTask
 from .lessons import ALL_TASKS, IN_SEQUENCE, lesson_steps, note_scores
 from .resume import restore_run, save_run
-from .training import MAX_SKIPPED, TaskState, train_task
+from .training import MAX_SKIPPED, TaskState, learn_task
 from ..streams.instructions import marks_instruction
 from ..streams.mixed_rows import kept_bytes
 from ..streams.tasks import mixed_seed
@@ -109,17 +109,12 @@ def faults_of(run: ContinualRun) -> dict[str, int]: # name → times
     return {n: before.get(n, 0) + now.get(n, 0) for n in sorted({*before, *now})}
 
 # %% ../../nbs/running/25_loop.ipynb #b47014ac
-def _begin_lesson(run, own, n_steps):
-    "The state of a lesson at its start, of which its hooks are told."
-    i, p = run.position.task, run.position
-    seed_all(mixed_seed(run.config.seed, "task", i))
+def _begin_lesson(run):
+    "A lesson draws from a seed of its own, and one apart from the others starts where they did."
+    seed_all(mixed_seed(run.config.seed, "task", run.position.task))
     if run.initial:
-        p.faults = faults_of(run)
+        run.position.faults = faults_of(run)
         run.adapter.reset(run.initial)
-    run.adapter.hooks.on_task_start(
-        TaskContext(own.task.name, i, n_steps, own.make_loader(), own.told))
-    # a lesson apart from the others has no bad steps before it
-    return TaskState(skipped_in_a_row=0 if run.initial else p.skipped_in_a_row)
 
 # %% ../../nbs/running/25_loop.ipynb #55bc5196
 def run_task(
@@ -133,13 +128,15 @@ def run_task(
     joint = run.config.protocol == "joint"
     own = lesson if joint else run.data[run.order[i]]
     if joint: training = training | dict(num_train_epochs=n_steps, max_steps=n_steps)
-    if state is None: state = _begin_lesson(run, own, n_steps)
-    # a signal that arrives meanwhile waits for the end of a step
-    with run.process.interrupts.steps():
-        train_task(run.adapter, lesson.make_loader, lesson.n_batches, training, run.accelerator,
-                   state, on_step)
-    if num_processes() > 1: set_random_states(tensors_from_main(random_states()))
-    run.adapter.hooks.on_task_end(own.make_loader())
+    if state is None: _begin_lesson(run)
+    learn_task(
+        run.adapter, TaskContext(own.task.name, i, n_steps, own.make_loader(), own.told),
+        lesson.make_loader, lesson.n_batches, training, run.accelerator, state, on_step,
+        # a lesson apart from the others has no bad steps before it
+        skipped_in_a_row=0 if run.initial else run.position.skipped_in_a_row,
+        # a signal that arrives meanwhile waits for the end of a step
+        during=run.process.interrupts.steps(),
+    )
     for d in run.data.values(): d.train.close()
 
 # %% ../../nbs/running/25_loop.ipynb #efe1f621

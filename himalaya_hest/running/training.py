@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MASKS', 'MAX_SKIPPED', 'steps_of_task', 'warmup_of_task', 'micro_batches', 'model_inputs', 'make_optimizer',
            'optimizer_state', 'load_optimizer_state', 'TaskState', 'diverged_text', 'step_key', 'drawing_for', 'add_up',
-           'train_step', 'pass_through', 'gradient_norm', 'train_task']
+           'train_step', 'pass_through', 'gradient_norm', 'train_task', 'learn_task']
 
 # %% ../../nbs/running/14_training.ipynb #f8b32e49
 import contextlib
@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 from transformers import get_scheduler
 
+from .checkpoint import random_states, set_random_states
 from .parameters import micro_batches_of_step
-from ..ground.processes import bytes_from_main, num_processes, process_index, summed
+from ..ground.hooks import TaskContext
+from ..ground.processes import (
+    bytes_from_main, num_processes, process_index, summed, tensors_from_main)
 from ..adapters.registry import Adapter
 from ..ground.loss import target_logits, target_loss
 
@@ -340,4 +343,27 @@ def train_task(
         on_step(state)
         _check_diverged(state, wrong, training)
     adapter.model.eval()
+    return state
+
+# %% ../../nbs/running/14_training.ipynb #7d1c2a02
+def learn_task(
+    adapter: Adapter,
+    task: TaskContext, # what its hooks are told
+    make_loader: Callable[[int, int], Iterable[dict]], # (epoch, first micro-batch) → batches
+    n_batches: int, # micro-batches of an epoch
+    training: dict, # resolved training parameters
+    accelerator, # accelerate.Accelerator
+    state: TaskState | None = None, # where to go on; None: the task begins
+    on_step: Callable[[TaskState], None] = lambda state: None, # told of each finished step
+    skipped_in_a_row: int = 0, # bad steps right before this task
+    during: contextlib.AbstractContextManager = nullcontext(), # what the steps run inside
+) -> TaskState: # at the task's last step
+    "Hooks at a task's start, its steps, hooks at its end."
+    if state is None:
+        adapter.hooks.on_task_start(task)
+        state = TaskState(skipped_in_a_row=skipped_in_a_row)
+    with during:
+        train_task(adapter, make_loader, n_batches, training, accelerator, state, on_step)
+    if num_processes() > 1: set_random_states(tensors_from_main(random_states()))
+    adapter.hooks.on_task_end(task.loader)
     return state
