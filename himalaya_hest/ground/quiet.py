@@ -13,7 +13,6 @@ import signal
 import warnings
 from collections.abc import Iterable
 
-from .processes import is_main_process
 
 # %% ../../nbs/ground/09_quiet.ipynb #9a17c002
 _BARS = contextvars.ContextVar("bars", default=True)
@@ -25,6 +24,8 @@ def waiting(
     total: int | None = None, # of the items, where they have no length
 ) -> Iterable: # the same items
     "Items one after another, under a bar with a name as soon as that takes over two seconds."
+    # both load slowly, and who only wants quiet needs neither
+    from himalaya_hest.ground.processes import is_main_process
     from tqdm.auto import tqdm
     return tqdm(items, desc=what, total=total, delay=PATIENCE_S, leave=False,
                 disable=not (_BARS.get() and is_main_process()))
