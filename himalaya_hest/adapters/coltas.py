@@ -16,7 +16,8 @@ from torch import nn
 
 from ..himalaya.dictionary import Site
 from ..bridge.register import add_peft_type, register_peft_method
-from ..bridge.shell import PairCore, ShellConfig, ShellModel, check_bits, drawn_from, shape_of
+from ..bridge.shell import (
+    OF_DECODERS, PairCore, ShellConfig, ShellModel, check_bits, drawn_from, shape_of)
 
 add_peft_type("COLTAS")
 
@@ -43,6 +44,7 @@ class Coltas(PairCore):
 @dataclass
 class ColtasConfig(ShellConfig):
     "What defines a COLTAS adapter."
+    instead = ShellConfig.instead | dict(r="its rank is the field rank")
     rank: int = 8 # r
     bits: int = 32 # of the state between tasks: 32, or 8 with a float16 scale a row
     def __post_init__(self):
@@ -54,6 +56,7 @@ class ColtasConfig(ShellConfig):
 class ColtasModel(ShellModel):
     "COLTAS attached to a causal language model."
     prefix = "coltas_"
+    task_types = OF_DECODERS
     def make_core(self, config, sites): return Coltas(sites, config.rank, config.seed)
 
 register_peft_method("coltas", ColtasConfig, ColtasModel)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from ..himalaya.dictionary import Site
 from ..ground.hooks import StreamHooks
 from ..bridge.register import add_peft_type, register_peft_method
-from ..bridge.shell import PairCore, ShellConfig, ShellModel, drawn_from, shape_of
+from ..bridge.shell import (
+    OF_DECODERS, PairCore, ShellConfig, ShellModel, drawn_from, shape_of)
 
 add_peft_type("GLODIS")
 
@@ -66,6 +67,8 @@ class Glodis(PairCore):
 @dataclass
 class GlodisConfig(ShellConfig):
     "What defines a GloDiS adapter."
+    instead = ShellConfig.instead | dict(
+        r="its sites share updates of rank 1: n_atoms of one shape, n_active of them at a site")
     n_atoms: int = 64 # K, rank-1 updates of one shape
     n_active: int = 8 # n, at a site
     def __post_init__(self):
@@ -107,6 +110,7 @@ def unpack_sparse_(core: Glodis, packed: dict[str, Tensor]) -> None:
 class GlodisModel(ShellModel):
     "GloDiS attached to a causal language model."
     prefix = "glodis_"
+    task_types = OF_DECODERS
     def make_core(self, config, sites): return Glodis(sites, config.n_atoms, config.n_active, config.seed)
     def stream_hooks(self, adapter_name: str | None = None) -> PruneHooks: return PruneHooks(self.core(adapter_name))
     def state_bytes(self, adapter_name: str | None = None) -> dict[str, int]: # part → bytes

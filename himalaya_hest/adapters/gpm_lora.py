@@ -169,6 +169,9 @@ class GpmLoraModel(LoraModel):
             # B reads another input in each layer
             for m in group if self.peft_config[adapter_name].project_b else []:
                 _give_memory(m, "lora_memory_b", adapter_name, m.lora_B[adapter_name])
+    def add_weighted_adapter(self, *args, **kwargs):
+        raise NotImplementedError("gpm-lora adapters hold a memory of what their tasks read, which has no "
+                                  "weighted combination: train one adapter on all tasks")
     def _groups(self, name): # layers by the input that they read
         groups = {}
         for key, m in self.model.named_modules():

@@ -16,7 +16,8 @@ from torch import nn
 
 from ..himalaya.dictionary import Site
 from ..bridge.register import add_peft_type, register_peft_method
-from ..bridge.shell import PairCore, ShellConfig, ShellModel, check_bits, core_bytes, drawn_from
+from ..bridge.shell import (
+    OF_DECODERS, PairCore, ShellConfig, ShellModel, check_bits, core_bytes, drawn_from)
 
 add_peft_type("LILAC")
 
@@ -44,6 +45,7 @@ class Lilac(PairCore):
 @dataclass
 class LilacConfig(ShellConfig):
     "What defines a LILAC adapter."
+    instead = ShellConfig.instead | dict(r="its rank is the field rank")
     rank: int = 4 # r, of a site's factors
     n_atoms: int = 64 # K
     bits: int = 8 # of the state between tasks: 8, or 32 for none
@@ -59,6 +61,7 @@ class LilacConfig(ShellConfig):
 class LilacModel(ShellModel):
     "LILAC attached to a causal language model."
     prefix = "lilac_"
+    task_types = OF_DECODERS
     def make_core(self, config, sites):
         core = Lilac(sites, config.rank, config.n_atoms, config.seed)
         # EWC keeps two numbers a parameter beside them

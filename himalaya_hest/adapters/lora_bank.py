@@ -322,6 +322,7 @@ def bank_bytes(
 @dataclass
 class LoraBankConfig(BankSettings, ShellConfig):
     "What defines a LoRA bank; it acts on the output projections of attention, where no modules are named."
+    instead = ShellConfig.instead | dict(lora_alpha="gamma bounds the size of each component")
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType["LORA_BANK"]

@@ -113,6 +113,7 @@ def after_forward(model, args, kwargs, output): _WHERE.set(None)
 @dataclass
 class ReftConfig(ShellConfig):
     "What defines a LoReFT adapter."
+    instead = ShellConfig.instead | dict(r="its rank is the field rank")
     layers: list[int] | None = None # indices of the layers whose output is edited; None: all
     rank: int = 4 # r
     first: int = 7 # p, edited tokens at the start of a prompt

@@ -137,7 +137,7 @@ def _seeded(seed, build):
 def build_adapter(
     name: str, # "himalaya", "lora", "lora+ewc", any PEFT method
     backbone: nn.Module, # a causal LM; it is changed in place, as PEFT does
-    tokenizer=None, # needed by adapters that read statistics of text (himalaya)
+    tokenizer=None, # for adapters that read prompts; None: the one beside the backbone, at first need
     preset: str = "default", # form of the method
     adapter_config: dict | None = None, # fields of the method's config class
     ewc: dict | None = None, # strength, decay, n_examples
@@ -153,7 +153,8 @@ def build_adapter(
 
     # statistics of text are values, which meta tensors have not
     has_values = not any(p.is_meta for p in backbone.parameters())
-    if hasattr(tuner, "fit_statistics") and has_values: tuner.fit_statistics(tokenizer)
+    if tokenizer is not None and hasattr(tuner, "fit_statistics") and has_values:
+        tuner.fit_statistics(tokenizer)
     hooks = [tuner.stream_hooks()] if hasattr(tuner, "stream_hooks") else []
     if with_ewc: hooks.append(EWC(model, seed=seed, **(EWC_DEFAULTS | (ewc or {}))))
     takes_masks = "prompt_mask" in model.special_peft_forward_args

@@ -122,8 +122,10 @@ def check_fitted(
 ) -> None:
     "`RuntimeError` without statistics of generic text."
     if router.is_fitted: return
-    raise RuntimeError(f"the {what} has no statistics of generic text yet: call fit_statistics(tokenizer) once "
-                       "after get_peft_model, or load an adapter that was saved after it")
+    raise RuntimeError(
+        f"the {what} has no statistics of generic text yet, and no tokenizer lies beside the backbone "
+        "(config.name_or_path): call fit_statistics(tokenizer) once after get_peft_model, or load an "
+        "adapter that was saved after it")
 
 # %% ../../nbs/bridge/04_prompt.ipynb #b3041629
 @torch.no_grad()

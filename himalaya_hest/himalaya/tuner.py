@@ -43,6 +43,10 @@ class HimalayaConfig(ShellConfig, Settings):
     `himalaya.config`)."""
     # fingerprint of the fixed matrices, written when the adapter is made
     router_digest: str | None = None
+    instead = ShellConfig.instead | dict(
+        r="it has no rank: n_slots is the size of its dictionary, slots_per_task what a task may "
+          "grow, slots_per_sequence what may act on a prompt",
+        lora_alpha="gamma bounds the size of its update at every site")
     def __post_init__(self):
         super().__post_init__()
         check_settings(self)
