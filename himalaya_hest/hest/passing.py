@@ -98,13 +98,16 @@ def _with_graph(self: BlockForward, gates, h, *more):
     return run(h, states, *more)
 
 # %% ../../nbs/hest/14_passing.ipynb #652ba36b
+def _named(model, args, kwargs): # the arguments of a call by their names
+    return dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+
 def before_forward(tuner, model, args, kwargs):
     "Forward pre-hook of the backbone: fresh states for this call."
     names = active_of(tuner, model)
     if not names:
         PASSED.set(None)
         return None
-    named = dict(zip(inspect.signature(model.forward).parameters, args)) | kwargs
+    named = _named(model, args, kwargs)
     # a bound holds where the model answers; training has a price instead
     bounds = {} if model.training else {n: tuner.bound(n) for n in names}
     bounds = {n: bound for n, bound in bounds.items() if bound is not None}
@@ -193,12 +196,15 @@ def check_call(names, mask, position_ids, cache, past) -> None:
 
 # %% ../../nbs/hest/14_passing.ipynb #f58089f6
 def after_forward(tuner, model, args, kwargs, output):
-    "Forward hook of the backbone: tell who records, and leave nothing in the context."
+    """Forward hook of the backbone: tell who records, leave nothing in the context, and put the
+    price of energy into the loss."""
     passed = PASSED.get()
     PASSED.set(None)
     if passed is None or output is None: return
     if tuner._recorder is not None: tuner._recorder(passed)
     if (asked := ASKED.get()) is not None: asked.add(tuner, passed)
+    if model.training and torch.is_grad_enabled():
+        return tuner.priced(list(passed), _named(model, args, kwargs), output)
 
 # %% ../../nbs/hest/14_passing.ipynb #8d4b281e
 def enter_block(tuner, index, block, args, kwargs):
