@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .defaults import EWC_DEFAULTS
 from ..ground.hooks import StreamHooks, TaskContext
+from ..ground.quiet import waiting
 from ..ground.loss import sampled_label_loss, target_logits
 
 # %% ../../nbs/adapters/03_ewc.ipynb #e8fc2587
@@ -28,7 +29,7 @@ def squared_gradients(
     "Over batches of labels that the model itself draws; a batch whose gradients are not finite is left out."
     fisher, seen, left_out = {n: torch.zeros_like(p) for n, p in parameters.items()}, 0, 0
     device = next(model.parameters()).device
-    for batch in loader:
+    for batch in waiting(loader, "Fisher information"):
         batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
         labels = batch.pop("labels")
         loss = sampled_label_loss(target_logits(model, labels, **batch)[0], generator)

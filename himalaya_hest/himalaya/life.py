@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import or_before
+from ..ground.quiet import waiting
 from .choices import by_name
 from .growth import (
     confine_step, free, grow, note_failure, open_shares, reopen, set_key)
@@ -52,6 +53,8 @@ class HimalayaHooks(StreamHooks):
         self.sampled_loss, self.pack = sampled_loss or loss, pack
         self.position, self.n_steps, self.held, self.read, self.life = 0, 0, [], None, []
     def on_task_start(self, task): start_task(self, task)
+    # behind the tasks whose slots the dictionary holds, also those of a file
+    def next_index(self): return int(self.core.owner.max()) + 1
     def tracked_parameters(self):
         return {f"himalaya.{n}": p for n, p in self.core.named_parameters()}
     def step_sums(self): return dict(opened=self.core.opened, usage=self.core.usage)
@@ -88,7 +91,7 @@ def window_gradients(
     are left as they were."""
     kept = [(p, p.grad) for p in hooks.core.parameters()]
     with torch.enable_grad(), gradient_tap(hooks.core) as sums:
-        for b in batches: hooks.loss(b).backward()
+        for b in waiting(batches, "growing slots"): hooks.loss(b).backward()
     for p, g in kept: p.grad = g
     return sums
 
@@ -202,7 +205,8 @@ def prune(hooks: HimalayaHooks) -> None:
         base = _held_loss(hooks)
         # the cheapest first, each judged with those before it gone
         while int(core.own.sum()) > 1:
-            value, k = min((without(k, base), k) for k in core.own.nonzero().squeeze(1).tolist())
+            own = core.own.nonzero().squeeze(1).tolist()
+            value, k = min((without(k, base), k) for k in waiting(own, "pruning slots"))
             if value == float("inf"): break
             free(core, torch.tensor([k], device=core.owner.device))
             base = value

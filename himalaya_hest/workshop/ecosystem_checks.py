@@ -25,8 +25,7 @@ from ..adapters.defaults import training_defaults
 from ..adapters.registry import Adapter, adapter_tensors
 from ..bridge.register import prepare_quantised
 from ..bridge.shell import tiny_backbone
-from ..bridge.trainer import DriveHooks, HookedTrainer
-from ..ground.hooks import TaskContext
+from ..bridge.learning import learning
 from himalaya_hest.workshop.ecosystem_subject import (
     COLUMNS, Subject, answers, both_tasks, by_hand, close, loaded_into, plain_logits, prompts,
 )
@@ -173,15 +172,13 @@ def _train(adapter, batches, n_steps):
             folder, max_steps=n_steps, per_device_train_batch_size=8, max_grad_norm=0., seed=0,
             lr_scheduler_type="constant", remove_unused_columns=False, save_strategy="no",
             report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no")
-        driven = DriveHooks(adapter.hooks, TaskContext("toy", 0, n_steps, batches))
-        trainer = HookedTrainer(
-            adapter.model, settings, train_dataset=data, callbacks=[driven],
-            optimizers=(torch.optim.AdamW(groups, lr=lr), None))
-        # what the hooks add to the loss comes through the trainer
-        trainer.hooks = adapter.hooks
+        optimizer = torch.optim.AdamW(groups, lr=lr)
+        trainer = transformers.Trainer(
+            adapter.model, settings, train_dataset=data, optimizers=(optimizer, None))
         trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-    adapter.model.eval()
+        with learning(
+                adapter.model, "toy", batches, optimizer, n_steps=n_steps, hooks=adapter.hooks):
+            trainer.train()
 
 # %% ../../nbs/workshop/06_ecosystem_checks.ipynb #24c57797
 def check_trainer(subject: Subject, n_steps: int = 40) -> None:
