@@ -23,7 +23,7 @@ setup(
     license="Apache-2.0",
     keywords=cfg["keywords"],
     packages=find_packages(include=["himalaya_hest", "himalaya_hest.*"], exclude=["himalaya_hest.study*", "himalaya_hest.workshop*"]), # these judge and check this project
-    package_data={"himalaya_hest": ["data/**/*"]},
+    package_data={"himalaya_hest": ["data/**/*", "py.typed"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=cfg["requirements"].split(),
     extras_require={"dev": (cfg["dev_requirements"] + " " + cfg["onnx_requirements"]).split(), "onnx": cfg["onnx_requirements"].split()} | {extra: [r for r in cfg["dev_requirements"].split() if r.startswith(packages)] for extra, packages in extras.items()},

@@ -345,6 +345,9 @@ class LoraBankModel(RoutedModel):
         c, contexts = self.peft_config[name], partial(batch_contexts, self, name)
         return BankHooks(self.cores[name], contexts, c.context_batches, c.seed)
     def dictionary_life(self, adapter_name=None): return [] # no slots come and go
+    def card_rows(self, adapter_name: str) -> dict[str, str]: # what → how much
+        core = self.core(adapter_name)
+        return {"LoRAs kept": f"{int(core.used)}, with places for {core.n_tasks}"}
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #916986cb
 @patch

@@ -164,6 +164,8 @@ class LoraMaskedModel(RoutedModel):
     # components are shared, so any task may change any answer
     def keeps_answers(self, adapter_name: str | None = None) -> bool: return False
     def answer_keys(self, batch: dict, adapter_name: str | None = None) -> None: return None
+    def card_rows(self, adapter_name: str) -> dict[str, int]: # what → how much
+        return {"instructions kept": len(self.core(adapter_name).router.codes)}
     def dictionary_life(self, adapter_name: str | None = None) -> list:
         # no slots come and go
         return []

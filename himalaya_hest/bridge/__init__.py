@@ -17,4 +17,5 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.bridge", {
     "saved": "check_adapter load_adapter save_adapter",
     "learning": "hooks_of learning tasks_begun",
     "routed": "RoutedModel",
+    "card": "describe",
 })

@@ -200,6 +200,14 @@ def dictionary_life(self: HimalayaModel, adapter_name: str | None = None) -> lis
     after it, and how often its own slots open."""
     return [dict(r) for r in self.stream_hooks(adapter_name).life]
 
+# %% ../../nbs/himalaya/15_tuner.ipynb #aa9e941b
+@patch
+def card_rows(self: HimalayaModel, adapter_name: str) -> dict[str, str]: # what → how much
+    "What the model card says beside the bytes."
+    owner = self.core(adapter_name).owner
+    used = owner[owner >= 0]
+    return {"slots in use": f"{len(used)} of {len(owner)}, owned by {len(used.unique())} tasks"}
+
 # %% ../../nbs/himalaya/15_tuner.ipynb #a8210212
 @patch
 def keeps_answers(self: HimalayaModel, adapter_name: str | None = None) -> bool:

@@ -45,7 +45,7 @@ run_files gpu
 
 # %% ../../nbs/workshop/18_suite.ipynb #77e3033a
 LONGEST = """
-onnx/export jobs/killed workshop/foreign_adapters onnx/run jobs/preempted workshop/family jobs/run
+onnx/export trainer/other_trainers trainer/continual_trainer jobs/killed workshop/foreign_adapters onnx/run jobs/preempted workshop/family jobs/run
 jobs/shared_run cli/command_line compare/evaluate jobs/grid workshop/short_runs face
 workshop/ecosystem first_run running/himalaya_use bridge/saved
 """.split()
