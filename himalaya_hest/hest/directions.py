@@ -258,6 +258,7 @@ class TokenGates:
         self.with_grad = torch.is_grad_enabled()
         # by block, one-hot and as masks; by row, whole numbers, energy and shares
         self.states, self.open, self.hard, self.spent, self.shares = {}, {}, {}, {}, {}
+        self.bound = False # was any gate of a token lowered by its bucket?
         self._tokens = None
 
 # %% ../../nbs/hest/07_directions.ipynb #a8183302
@@ -323,12 +324,14 @@ def _decide(self: TokenGates, tokens, row):
     fit."""
     stage, rows = next((i, rows) for i, rows in enumerate(self.core.stages()) if row in rows)
     logits = self.core.stage_logits(tokens, rows) # (b, n, gates, 3)
-    states = logits.argmax(-1)
+    states = wishes = logits.argmax(-1)
     if self.buckets is not None:
         headed = self.headed
         if headed is None: headed = torch.ones_like(self.keys, dtype=torch.bool)
         utilities = logits - logits[..., :1] # beside off
-        states = self.buckets[stage].spend(states, utilities, self.keys, headed, self.attended)
+        states = self.buckets[stage].spend(wishes, utilities, self.keys, headed, self.attended)
+        other = (states != wishes).any(-1) # padding is put off whatever the bound is
+        self.bound |= bool((other if self.attended is None else other & self.attended).any())
     self.hard |= dict(zip(rows, states.split(states.shape[-1] // len(rows), -1)))
 
 # %% ../../nbs/hest/07_directions.ipynb #0ec36562

@@ -26,7 +26,7 @@ from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig, ShellModel
 from ..ground.hooks import StreamHooks
 from ..ground.processes import summed
 from ..ground.spectral import top_directions
-from .asked import ASKED, energy_asked
+from .asked import ASKED, energy_asked, tell
 from .blocks import GatedBlocks
 from .bucket import CAPACITY
 from .budget import Budget
@@ -203,6 +203,7 @@ def install_hooks(tuner: GatedModel, model: nn.Module) -> None:
     ]
     tuner.__dict__.update(
         _last=LastPass(), _recorder=None, _hooks={}, _handles=handles, _watched=set(), _replaced=[],
+        _told={}, # adapter → what was warned of
         _checkpointed=[m for m in model.modules() if hasattr(m, "gradient_checkpointing")],
     )
 
@@ -382,7 +383,7 @@ def priced(self: GatedModel, names: list[str], named: dict, output):
 def delete_adapter(self: GatedModel, adapter_name: str) -> None:
     "With its hooks."
     ShellModel.delete_adapter(self, adapter_name)
-    self._hooks.pop(adapter_name, None)
+    for of in (self._hooks, self._told): of.pop(adapter_name, None)
 
 # %% ../../nbs/hest/15_shell.ipynb #960d0afd
 @patch
@@ -446,7 +447,9 @@ def generate(self: GatedModel, *args, **kwargs):
     """The backbone's `generate`; where the call has an energy budget, `energy` of what it gives
     says what was used."""
     out, asked = self.model.generate(*args, **kwargs), ASKED.get()
-    if asked is not None and asked.reports: out.energy = asked.reports[self.active_adapters[0]]
+    if asked is not None and asked.reports:
+        out.energy = asked.reports[self.active_adapters[0]]
+        tell(self, asked)
     return out
 
 # %% ../../nbs/hest/15_shell.ipynb #9f55d779
