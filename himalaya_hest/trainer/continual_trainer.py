@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import TrainOutput
 
+from ..bridge.card import describe
 from ..bridge.learning import next_index, tasks_begun
 from ..ground.hooks import HookList, StreamHooks, TaskContext
 from ..ground.processes import is_main_process, num_processes
@@ -28,8 +29,9 @@ from ..streams.tasks import mixed_seed
 from .attached import adapter_of
 from .position import (
     Position, check_known, has_checkpoints, restore_position, save_position, task_mark)
-from .rows import TaskRows, encode_rows
-from .scores import ContinualScores, as_evaluation, metric_of, scores_of
+from .rows import TaskRows, chat_of, encode_rows
+from .scores import (
+    ContinualScores, answers_of, as_evaluation, metric_of, scores_of)
 from .settings import (
     check_arguments, method_defaults, steps_asked, training_of)
 
@@ -152,6 +154,7 @@ def learn(self: ContinualTrainer,
     if place < len(self.position.learned):
         check_known(self.position.learned[place], mark, self.args.output_dir)
         tasks_begun(self.model).append(name)
+        self.tell_card()
         return TrainOutput(self.state.global_step, float("nan"), {})
     if self.position.begun:
         check_known(self.position.begun, mark, self.args.output_dir)
@@ -261,11 +264,22 @@ def finish(self: _Lesson) -> TrainOutput:
     t.position.learned.append(self.mark)
     t.position.scores.append(scores)
     t.position.begun = None
+    t.tell_card()
     t.log(dict(metrics))
     if scores: self.event("on_evaluate", metrics=metrics)
     self.save()
     self.event("on_train_end")
     return TrainOutput(t.state.global_step, loss, metrics)
+
+@patch
+def tell_card(self: ContinualTrainer) -> None:
+    "What a saved adapter's model card says of tasks and scores."
+    known = self.position.learned[:len(self.tasks)]
+    last = self.position.scores[len(known) - 1]
+    describe(
+        self.model, tasks=[m["name"] for m in known], rows={m["name"]: m["rows"] for m in known},
+        scores={n: m["score"] for n, m in last.items()}, metric="score on held-back rows",
+        chat_template=any(t.form == "chat" for t in self.tasks.values()))
 
 @patch
 def scored(self: ContinualTrainer,
@@ -305,3 +319,22 @@ def evaluate(self: ContinualTrainer,
     now = self.scored(asked)
     earlier = [{n: m for n, m in row.items() if before.get(n)} for row in self.position.scores[:-1]]
     return ContinualScores(list(self.tasks), [*earlier, now])
+
+# %% ../../nbs/trainer/06_continual_trainer.ipynb #bb4f36e1
+@patch
+def answer(self: ContinualTrainer,
+    prompts: list[str], # texts, as those of the rows
+    task: str, # a task that was learned, whose instruction and form are used
+    max_new_tokens: int | None = None, # None: as long as the task's answers
+) -> list[str]: # one a prompt
+    "Answers to new prompts. `ValueError` for a task that was not learned, or was given as tokens."
+    known = self.tasks.get(task)
+    if known is None or known.form == "tokenised":
+        why = "was not learned" if known is None else "was given as tokens, so nobody knows its texts"
+        raise ValueError(f"task {task!r} {why}; learned: {', '.join(self.tasks) or 'none'}")
+    rows = [(p, "") for p in prompts]
+    if known.form == "chat": rows = [dict(messages=chat_of(*r)) for r in rows]
+    length = max_new_tokens or known.max_new_tokens
+    asked = encode_rows(task, rows, self.processing_class, known.instruction, self.max_length, length)
+    return answers_of(self.adapter, as_evaluation(asked, "rouge_l"), known.form,
+                      self.processing_class, self.args.per_device_eval_batch_size)

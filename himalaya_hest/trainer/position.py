@@ -20,7 +20,7 @@ from ..streams.sources import digest_of
 @dataclass
 class Position:
     "How far a trainer has come."
-    learned: list[dict] = field(default_factory=list) # per finished task: name, digest
+    learned: list[dict] = field(default_factory=list) # per finished task, from `task_mark`
     begun: dict | None = None # the task inside which the checkpoint lies
     in_task: dict | None = None # `TaskState.meta` of that task
     scores: list[dict] = field(default_factory=list) # per finished task {task: metrics}
@@ -33,10 +33,10 @@ def task_mark(
     name: str, # of a task
     rows: list[dict], # its encoded training rows
     settings: dict, # it is trained with, plain data
-) -> dict: # name, digest
+) -> dict: # name, number of rows, digest
     "By what a task is known again."
     kept = [[r["input_ids"], r["labels"], r["instruction_mask"]] for r in rows]
-    return dict(name=name, digest=digest_of(kept, settings))
+    return dict(name=name, rows=len(rows), digest=digest_of(kept, settings))
 
 # %% ../../nbs/trainer/05_position.ipynb #09ac8361
 def stream_folder(
