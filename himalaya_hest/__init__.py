@@ -35,6 +35,7 @@ def lazy_face(
 _PACKAGE = "himalaya_hest"
 _NAMES = { # module → what it gives to the face
     "ground.hooks": "StreamHooks TaskContext",
+    "ground.processes": "start_processes",
     "ground.quiet": "quiet",
     "ground.table": "Table",
     "bridge.register": "register_peft_method",
