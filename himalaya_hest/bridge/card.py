@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import peft
-from huggingface_hub import ModelCard
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from peft import PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils.peft_types import PeftType
@@ -44,6 +42,7 @@ def describe(
 # %% ../../nbs/bridge/11_card.ipynb #0bb9075f
 def hub_name(model: nn.Module) -> str: # owner/name; empty: it is from a folder, or made here
     "The name under which a backbone was loaded from the hub."
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
     name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
     try: validate_repo_id(name)
     except HFValidationError: return ""
@@ -148,6 +147,7 @@ def fill_card(
     folder: str | Path, # where PEFT has just written its card
 ) -> None:
     "Complete the card with what is known of its adapters."
+    from huggingface_hub import ModelCard
     if not (names := names_on_card(model)): return
     path, base = Path(folder)/"README.md", hub_name(model.get_base_model())
     card = ModelCard.load(path)
