@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import peft
-from huggingface_hub import ModelCard
-from huggingface_hub.utils import HFValidationError, validate_repo_id
 from peft import PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils.peft_types import PeftType
@@ -44,6 +42,7 @@ def describe(
 # %% ../../nbs/bridge/11_card.ipynb #0bb9075f
 def hub_name(model: nn.Module) -> str: # owner/name; empty: it is from a folder, or made here
     "The name under which a backbone was loaded from the hub."
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
     name = getattr(getattr(model, "config", None), "name_or_path", "") or ""
     try: validate_repo_id(name)
     except HFValidationError: return ""
@@ -148,13 +147,13 @@ def fill_card(
     folder: str | Path, # where PEFT has just written its card
 ) -> None:
     "Complete the card with what is known of its adapters."
+    from huggingface_hub import ModelCard
     if not (names := names_on_card(model)): return
-    path, base = Path(folder)/"README.md", hub_name(model.get_base_model())
-    card = ModelCard.load(path)
-    # no path of this machine in what others read
-    tags = [t for t in card.data.tags or [] if not t.startswith("base_model:")]
-    card.data.tags = [*tags, *([f"base_model:adapter:{base}"] if base else [])]
-    card.data.base_model = base or None
+    card = ModelCard.load(path := Path(folder)/"README.md")
+    # no path of this machine in what others read; PEFT gives whatever the backbone was loaded by
+    def of_here(name): return bool(name) and Path(name).is_absolute()
+    if of_here(card.data.base_model): card.data.base_model = None
+    card.data.tags = [t for t in card.data.tags or [] if not of_here(t.rpartition(":")[2])]
     versions = f"### Framework versions\n\n- PEFT {peft.__version__}\n- himalaya_hest {himalaya_hest.__version__}"
     block = "\n\n".join([*(adapter_text(model, n) for n in names), versions])
     card.text = f"\n{placed(card.text, block)}\n"

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from ..ground.hooks import StreamHooks
 from ..ground.loss import sampled_label_loss, target_logits, target_loss
-from himalaya_hest.bridge.prompt import (
-    Call, RoutedCore, generic_rows, masked_mean, measure_prompts, prompt_of, rarity,
-    refuse_packed)
+from .prompt import (
+    Call, RoutedCore, generic_rows, masked_mean, measure_prompts, prompt_of, rarity, refuse_packed)
 from .shell import ShellLayer, ShellModel, refuse_mixed
 
 # %% ../../nbs/bridge/10_routed.ipynb #79c0e4ed
@@ -206,7 +205,8 @@ def before_forward(tuner, model, args, kwargs):
         return None
     routed = routing_of(tuner, names, args, kwargs)
     _ROUTED.set(routed)
-    routed.teaches_nothing = learns_now(model) and any(map(taught_nothing, map(tuner.core, names)))
+    if learns_now(model):
+        routed.teaches_nothing = any(taught_nothing(tuner.cores[n]) for n in names)
     # a checkpoint runs the layers again when the context is empty
     if model.training and any(m.gradient_checkpointing for m in tuner._checkpointed):
         return args, {**kwargs, KWARG: routed}
@@ -339,9 +339,9 @@ def fit_where_missing(self: RoutedModel,
 ) -> None:
     """`fit_statistics` with the tokenizer that lies beside the backbone; where there is none, a core
     that needs the statistics says so itself."""
-    from transformers import AutoTokenizer
     fitted = all(self.cores[n].router.is_fitted for n in names)
     if fitted or self.__dict__.get("_without_tokenizer"): return
+    from transformers import AutoTokenizer
     place = getattr(getattr(self.model, "config", None), "name_or_path", "")
     options = dict(local_files_only=True, trust_remote_code=False)
     try: tokenizer = AutoTokenizer.from_pretrained(place, **options)

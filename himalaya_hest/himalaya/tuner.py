@@ -206,7 +206,7 @@ def card_rows(self: HimalayaModel, adapter_name: str) -> dict[str, str]: # what 
     "What the model card says beside the bytes."
     owner = self.core(adapter_name).owner
     used = owner[owner >= 0]
-    return {"slots in use": f"{len(used)} of {len(owner)}, owned by {len(used.unique())} tasks"}
+    return {"slots in use": f"{len(used)} of {len(owner)}", "tasks with slots": len(used.unique())}
 
 # %% ../../nbs/himalaya/15_tuner.ipynb #a8210212
 @patch
