@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['GATED', 'GatedConfig', 'check_scope', 'GateShape', 'GatedModel', 'blocks_of', 'check_floor', 'install_hooks',
-           'BudgetHooks', 'share_of', 'record_states']
+           'record_states']
 
 # %% ../../nbs/hest/15_shell.ipynb #c71370fd
 import inspect
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Optional, Union
@@ -23,8 +22,6 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig, ShellModel
-from ..ground.hooks import StreamHooks
-from ..ground.processes import summed
 from ..ground.spectral import top_directions
 from .asked import ASKED, energy_asked, tell
 from .blocks import GatedBlocks
@@ -36,9 +33,10 @@ from .energy_budget import Joules
 from .gate_costs import (
     CPU_COST_INT8, GateCosts, block_cost, block_costs, direction_costs)
 from .gates import FIRST_STD, TEMPERATURE
-from .presets import LEARNING_RATE
 from .passing import (
     PASSED, BlockForward, GatedLayer, LastPass, after_forward, before_forward, enter_block, receive)
+from .presets import LEARNING_RATE
+from .pricing import BudgetHooks
 
 # %% ../../nbs/hest/15_shell.ipynb #687e66f4
 GATED = {t: ["q_proj", "v_proj", "o_proj", "down_proj"] for t in LLAMA_LIKE} | {
@@ -252,115 +250,6 @@ def forget_pass(self: GatedModel) -> None:
     "Let go of the last training pass and its graph."
     self._last.gates = {}
     PASSED.set(None)
-
-# %% ../../nbs/hest/15_shell.ipynb #b01f9e00
-class BudgetHooks(StreamHooks):
-    "The term λ (Ē − E_i)/E_max of each micro-batch, and one dual step an optimiser step."
-    def __init__(self,
-        tuner: GatedModel,
-        name: str, # of the adapter
-        budget: Budget,
-    ):
-        self.tuner, self.name, self.budget = tuner, name, budget
-        # of the step that is under way: Σ share · Ē, and Σ share
-        self.energy, self.weight = torch.zeros_like(budget.price), torch.zeros_like(budget.price)
-        self.driven, self.in_loss, self.last = False, 0., {}
-        self.version, self.unpriced = None, False # see `watch_steps`
-    def on_task_start(self, task):
-        self.driven = True
-        self.budget.begin(task.n_steps)
-    def on_task_end(self, loader): self.driven = False
-    def step_sums(self): return {"energy": self.energy}
-    def after_backward(self): self.tuner.forget_pass()
-    def on_step_skipped(self):
-        self.tuner.forget_pass()
-        self.forget_sums()
-        self.budget.step += 1
-    def forget_sums(self): self.energy.zero_(), self.weight.zero_()
-    def may_choose(self):
-        return bool(self.budget.step >= self.budget.anneal_share * self.budget.n_steps)
-    def told(self): return self.last
-    def state_dict(self): return self.budget.state_dict()
-    def load_state_dict(self, state): self.budget.load_state_dict(state)
-
-# %% ../../nbs/hest/15_shell.ipynb #b1aa2826
-@patch
-def charge(self: BudgetHooks,
-    labels: Tensor | None, # (b, n) of the last training pass, -100 where there is no target
-    share: float | Tensor, # of the step, that this pass is
-) -> Tensor: # scalar, to add to the loss
-    "Count the energy of the last training pass, and price it."
-    headed = None
-    # the head runs before targets alone
-    if labels is not None and labels.dim() == 2:
-        headed = nn.functional.pad(labels[:, 1:] != -100, (0, 1)).to(self.budget.price.device)
-    energy = self.tuner.energy(self.name, headed)
-    self.energy += share * energy.detach()
-    self.weight += share
-    return share * self.budget.term(energy)
-
-@patch
-def micro_batch_loss(self: BudgetHooks, model, batch, share):
-    # of a pass whose loss has the term already, only what its share differs by
-    self.driven, self.unpriced = True, False
-    return self.charge(batch.get("labels"), share - self.in_loss)
-
-# %% ../../nbs/hest/15_shell.ipynb #73baad92
-@patch
-def after_optimizer_step(self: BudgetHooks, old):
-    self.last = dict(energy=float(self.energy), energy_price=float(self.budget.price))
-    # a fixed price has no target
-    if self.budget.dual_rate: self.last["energy_target"] = self.budget.target()
-    self.budget.step_(self.energy)
-    self.forget_sums()
-
-# %% ../../nbs/hest/15_shell.ipynb #8bed1d33
-@patch
-def watch_steps(self: BudgetHooks) -> None:
-    "Make the dual step of an optimiser step that has passed since the last training pass."
-    now = sum(p._version for p in self.tuner.gating(self.name))
-    moved, self.version = self.version is not None and now != self.version, now
-    if moved and self.unpriced: _warn_unpriced()
-    self.unpriced = False
-    energy, weight = summed([self.energy, self.weight]) if moved else (self.energy, self.weight)
-    if not moved or not weight: return
-    self.energy.copy_(energy / weight)
-    self.after_optimizer_step({})
-
-def _warn_unpriced():
-    warnings.warn(
-        "an optimiser step without a price of energy: the forward pass was given no labels (label "
-        "smoothing, or a loss of your own), so e_max is not trained for; give the model labels, or "
-        "add model.base_model.stream_hooks().micro_batch_loss(model, batch, share) to your loss",
-        stacklevel=2,
-    )
-
-# %% ../../nbs/hest/15_shell.ipynb #def68178
-@patch
-def price_loss(self: BudgetHooks,
-    named: dict, # arguments of the backbone's forward
-    output, # of a training pass; tuple, or with a `loss`
-):
-    "The output with the budget's term in its loss, where no hooks drive and there is a loss."
-    self.in_loss, labels = 0., named.get("labels")
-    # an adapter without a price, such as one without gates
-    if self.driven or not (self.budget.price or self.budget.dual_rate): return output
-    self.watch_steps()
-    loss = output[0] if isinstance(output, tuple) else output.loss
-    if labels is None or loss is None:
-        self.unpriced = True
-        return output
-    self.in_loss = share_of(labels, named.get("num_items_in_batch"))
-    loss = loss + self.charge(labels, self.in_loss).to(loss.device)
-    if isinstance(output, tuple): return loss, *output[1:]
-    output.loss = loss
-    return output
-
-def share_of(labels: Tensor, n_items: Tensor | int | None) -> Tensor | float:
-    "Targets of a pass, by those of its step; 1 where nobody says how many there are."
-    if n_items is None: return 1.
-    targets = labels[:, 1:] if labels.dim() == 2 else labels
-    return (targets != -100).sum() / torch.as_tensor(n_items, device=labels.device).sum()
 
 # %% ../../nbs/hest/15_shell.ipynb #a75f1c25
 @patch

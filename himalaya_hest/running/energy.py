@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SampleCosts', 'Utilisation', 'CostCounter', 'adapter_multiply_adds', 'count_answers', 'answer_batch',
-           'modelled_joules', 'measured_joules', 'latencies_ms', 'clock_of', 'percentiles', 'latency_parts',
-           'energy_part']
+           'modelled_joules', 'measured_joules', 'joules_here', 'latencies_ms', 'clock_of', 'percentiles',
+           'latency_parts', 'energy_part']
 
 # %% ../../nbs/running/18_energy.ipynb #e6a722f8
 import time
@@ -20,7 +20,7 @@ from ..streams.batching import Collator, stop_ids
 from ..hest.costs import JOULES_PER_MULTIPLY_ADD, MODELLED, ForwardCost
 from .evaluation import EvaluationTask, evaluation_batches, generate_batch
 from ..hest.shell import record_states
-from ..measures.energy import Meter, measure_interleaved
+from ..measures.energy import Meter, find_meter, measure_interleaved, measure_window
 from ..adapters.registry import Adapter
 from .training import model_inputs
 
@@ -268,6 +268,27 @@ def measured_joules(
         bare_joules_per_sample=theirs.gross_j / n, idle_w=ours.idle_w,
         batch_size=batch_size, num_beams=num_beams, windows=[asdict(ours), asdict(theirs)],
     )
+
+# %% ../../nbs/running/18_energy.ipynb #58a0d854
+def joules_here(
+    model: torch.nn.Module, # with a gated adapter, as `generate` takes it
+    inputs: dict, # of `generate`
+    meter: Meter | None = None, # None: what counts the model's device, if anything does
+    min_s: float = 5., # of the window
+    **generation, # more arguments of `generate`
+) -> dict: # per_multiply_add and source, for `Joules`
+    "Joules of a multiply-add by this machine's counter; `RuntimeError` where there is none."
+    if "blocks" not in model.base_model.gate_costs():
+        raise ValueError("a counter counts the backbone too: give an adapter of scope 'blocks'")
+    if meter is None: meter = find_meter("auto", str(model.device))
+    if meter.source == "none":
+        raise RuntimeError("no counter (NVML, RAPL) found here: name a device in Joules(x, "
+                           "device='A100'), or give the budget as a ratio")
+    spent = []
+    def answers(): spent.append(model.generate(**inputs, energy_budget=1., **generation).energy)
+    window = measure_window(meter, answers, min_s)
+    every = sum(sum(energy.spent) for energy in spent)
+    return dict(per_multiply_add=window.joules / every, source=f"measured: {meter.source}, gross")
 
 # %% ../../nbs/running/18_energy.ipynb #c2a69769
 def _requests(task, tokenizer, n, batch_size):
