@@ -44,13 +44,13 @@ def _record_of(
         )
     )
 
-# %% ../../nbs/compare/15_page.ipynb #e3124554
+# %% ../../nbs/compare/15_page.ipynb #88fd344c
 _HOW = { # protocol → what happened to the tasks
     "sequential": "learned {tasks}{in_turn}",
     "replay": "learned {tasks}{in_turn}, with {kept:.2g} % of the rows of earlier ones kept",
     "single": "learned {tasks}, with an adapter for each",
     "joint": "learned {tasks}, with the rows of all of them mixed",
-    "zero_shot": "was not trained and answered {tasks}",
+    "zero_shot": "was not trained; the backbone answered {tasks}",
 }
 
 def _what_said(record):
@@ -59,12 +59,12 @@ def _what_said(record):
     form = f" ({c['preset']})" * (c.get("preset", "default") != "default")
     # a name of its own protocol stands for itself
     how = _HOW.get(c.get("protocol", "sequential"), f"({c.get('protocol')}) had {{tasks}}").format(
-        tasks=f"{n} tasks" if n > 1 else "one task", in_turn=", one after another" * (n > 1),
-        kept=100 * c.get("replay_share", 0.),
+        tasks=f"{n} tasks" * (n > 1) + "one task" * (n == 1) + f" of the stream {c['stream']}",
+        in_turn=", one after another" * (n > 1), kept=100 * c.get("replay_share", 0.),
     )
     return (
-        f"{c['adapter']}{form} {how} of the stream {c['stream']}, on the backbone "
-        f"{c.get('model', '–')} (scale {c.get('scale', '–')}). "
+        f"{c['adapter']}{form} {how}. The backbone is {c.get('model', '–')} (scale "
+        f"{c.get('scale', '–')}). "
         f"Seed {c.get('seed', '–')}, order {c.get('order_seed', '–')}."
         + " It was a trial, whose figures mean nothing." * (c.get("mode") == "trial")
     )
@@ -193,7 +193,7 @@ def _repeat(record, file):
         h.Details(h.Summary("config.yaml: all parameters of this run"), h.Pre(text)),
     ]
 
-# %% ../../nbs/compare/15_page.ipynb #aef7e5b5
+# %% ../../nbs/compare/15_page.ipynb #f9be78e6
 def _made_with(record):
     "Versions, code and device as one table."
     parts = {"": record.get("code_version"), "device: ": record.get("device"),
@@ -201,7 +201,7 @@ def _made_with(record):
     parts["method: "] = record.get("method_versions")
     shown = lambda v: ", ".join(map(str, v)) if isinstance(v, list) else str(v)
     rows = [[k + str(n), shown(v)] for k, of in parts.items() for n, v in (of or {}).items()]
-    return Table("made with", ["", "value"], rows)
+    return Table("code, device and versions", ["", "value"], rows)
 
 # %% ../../nbs/compare/15_page.ipynb #851c8b69
 _STYLE = """
@@ -224,7 +224,7 @@ pre{overflow-x:auto;background:var(--soft);padding:.7rem;border-radius:.4rem;fon
 summary{cursor:pointer}
 """
 
-# %% ../../nbs/compare/15_page.ipynb #9d2f61d5
+# %% ../../nbs/compare/15_page.ipynb #386db1c3
 def _highlights(record):
     "The figures that are looked for first, as far as the run has them."
     s, below = record["summary"], not_above_chance(record)
@@ -234,7 +234,7 @@ def _highlights(record):
         "forgotten": (s.get("average_forgetting"), shown),
         "above chance": (below, lambda b: f"{n - len(b)} of {n}"),
         "adapter": (s.get("adapter_mb"), "{:.3f} MB".format),
-        "latency, times": (s.get("cpu_latency_overhead"), lambda x: f"{1 + x:.2f}"),
+        "time of an answer": (s.get("cpu_latency_overhead"), lambda x: f"{1 + x:.2f} ×"),
         "share of energy": (s.get("energy_share"), shown),
     }
     return h.Dl(*(
