@@ -24,7 +24,7 @@ from himalaya_hest.measures.record_tables import (
 from ..measures.records import check_record, finished_runs, read_record
 from ..running.names import plain_name
 
-# %% ../../nbs/compare/15_page.ipynb #b091dcaf
+# %% ../../nbs/compare/15_page.ipynb #10e1bbde
 def _record_of(
     run, # folder, file or record
 ): # record, its file or None
@@ -35,7 +35,8 @@ def _record_of(
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}: give the folder of a finished run")
     if (file := path / "record.json").is_file(): return read_record(file), file
-    known = finished_runs(path)[-5:]
+    # a folder of runs is easily taken for the folder of a run
+    known = finished_runs(path)
     raise FileNotFoundError(
         f"{path} has no record.json: " + (
             f"it holds runs, give one of them, such as {path / known[-1]}" if known
@@ -101,11 +102,12 @@ def _scores_said(record):
         )
     return " ".join(out)
 
-# %% ../../nbs/compare/15_page.ipynb #1f902fdc
+# %% ../../nbs/compare/15_page.ipynb #72f77b6a
 def _costs_said(record):
     "Bytes, time and energy."
     s, out = told_summary(record), []
     has = lambda *names: all(s.get(n) is not None for n in names)
+    # each only where the run measured it
     if has("adapter_mb"):
         serving = f", of which {s.get('serving_mb') or 0:.3f} MB are needed to answer"
         out.append(f"The adapter is {s['adapter_mb']:.3f} MB{serving * has('serving_mb')}.")
@@ -224,11 +226,12 @@ pre{overflow-x:auto;background:var(--soft);padding:.7rem;border-radius:.4rem;fon
 summary{cursor:pointer}
 """
 
-# %% ../../nbs/compare/15_page.ipynb #386db1c3
+# %% ../../nbs/compare/15_page.ipynb #8f457204
 def _highlights(record):
     "The figures that are looked for first, as far as the run has them."
     s, below = record["summary"], not_above_chance(record)
     n, shown = len(record["tasks"]), "{:.3f}".format
+    # a name, its value, and how that is written
     told = {
         "score at the end": (s.get("average_accuracy"), shown),
         "forgotten": (s.get("average_forgetting"), shown),
@@ -271,7 +274,7 @@ def _results(record):
     if not record.get("history"):
         yield h.P("This record has no history: the losses of training are not in it.")
 
-# %% ../../nbs/compare/15_page.ipynb #f7c34790
+# %% ../../nbs/compare/15_page.ipynb #7080108c
 def page_of(
     record: dict, # of a run
     file: Path | None = None, # of the record; None: it has none
@@ -281,6 +284,7 @@ def page_of(
     warned = [h.P(h.Strong("Know before you believe it: "), "; ".join(w), ".")
               for w in [_warned(record)] if w]
     kept = [_table(byte_table(record))] if record.get("bytes") else []
+    # in the order of a reader's questions: what, how good, how large, how again
     body = h.Body(
         h.H1(record["run_id"]), *(h.P(s) for s in sentences if s), *warned, _highlights(record),
         *filter(None, _results(record)),
