@@ -20,4 +20,6 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.compare", {
     "explorer": "browse read_folders",
     "slots": "himalaya_report",
     "gates": "hest_report",
+    "command": "command_of",
+    "page": "write_page",
 })
