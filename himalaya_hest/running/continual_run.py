@@ -25,6 +25,7 @@ from .scales import evaluation_schedule
 from .data import load_tasks, row_length, source_of, stream_of
 from .guards import Interrupts
 from .lessons import early_stopping, kept_rows, lessons_of
+from .threads import taken_threads
 from .world import sandbox_found, world_of
 from ..streams.batching import as_asked
 from ..streams.stream import task_order
@@ -61,6 +62,7 @@ class Position:
     faults: dict = field(default_factory=dict)
     kernels: list = field(default_factory=list) # that are not deterministic, see `guards`
     wall_s: float = 0. # of all processes that worked on this run
+    threads: int = 0 # with which the run began; 0: it is not known
     n_checkpoints: int = 0
 
 # %% ../../nbs/running/23_continual_run.ipynb #0d3094a0
@@ -92,6 +94,7 @@ class ContinualRun:
         self.folder = Path(config.results_dir)/config.run_id
         # what a checkpoint restores, and what the process counts on its own
         self.position = Position()
+        self.threads = None # `Threads` that it took; None: those of its process
         self.started, self.n_steps = time.monotonic(), 0
 
     def progress(self, items, **kw):
@@ -115,6 +118,13 @@ def _load_model(run):
             "chat_template: true sends prompts through it",
             c.model,
         )
+
+# %% ../../nbs/running/23_continual_run.ipynb #9e1215cd
+def _take_threads(run):
+    "Threads for this backbone, where somebody gives the process its own back."
+    rows = run.config.training["per_device_train_batch_size"]
+    run.threads = taken_threads(run.model, rows, run.folder)
+    if run.threads: run.position.threads = run.threads.number
 
 # %% ../../nbs/running/23_continual_run.ipynb #1aeef7e5
 def _load_data(run):
@@ -163,6 +173,7 @@ def begin_run(
     run.sandbox = sandbox_found(config)
     run.source = source_of(config, run.stream)
     _load_model(run)
+    _take_threads(run)
     _load_data(run)
     _find_costs(run)
     _put_adapter(run, hooks)
