@@ -62,7 +62,7 @@ RECORD = {
     "versions?": {},
     "method_versions?": (None, {}),
     "code_version?": {},
-    "device?": {"threads?": int, "threads_because?": _WORD},
+    "device?": {"threads?": int},
     "command?": str,
 }
 
@@ -93,8 +93,7 @@ ABOUT = { # part of a record → what it holds
     "versions": "of Python and of the libraries that decide figures",
     "method_versions": "the number of the method's form that made the run",
     "code_version": "of the package: version, commit, whether files were changed",
-    "device": "processor and instruction sets; threads, and why so many: named by the user, found, "
-    "begun with, recorded, small backbone, measured",
+    "device": "processor, instruction sets and threads",
     "command": "what made the record",
 }
 

@@ -94,7 +94,6 @@ class ContinualRun:
         self.folder = Path(config.results_dir)/config.run_id
         # what a checkpoint restores, and what the process counts on its own
         self.position = Position()
-        self.threads = None # `Threads` that it took; None: those of its process
         self.started, self.n_steps = time.monotonic(), 0
 
     def progress(self, items, **kw):
@@ -123,8 +122,7 @@ def _load_model(run):
 def _take_threads(run):
     "Threads for this backbone, where somebody gives the process its own back."
     rows = run.config.training["per_device_train_batch_size"]
-    run.threads = taken_threads(run.model, rows, run.folder)
-    if run.threads: run.position.threads = run.threads.number
+    if chosen := taken_threads(run.model, rows, run.folder): run.position.threads = chosen.number
 
 # %% ../../nbs/running/23_continual_run.ipynb #1aeef7e5
 def _load_data(run):

@@ -214,8 +214,7 @@ def _made_with(run):
     return dict(
         world=run.world,
         versions=versions(),
-        device=device_info(run.adapter.model) | (
-            dict(threads_because=run.threads.because) if run.threads else {}),
+        device=device_info(run.adapter.model),
         code_version=code_version(),
         method_versions=method_versions(run.config.adapter),
     )
