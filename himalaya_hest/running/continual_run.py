@@ -25,7 +25,6 @@ from .scales import evaluation_schedule
 from .data import load_tasks, row_length, source_of, stream_of
 from .guards import Interrupts
 from .lessons import early_stopping, kept_rows, lessons_of
-from .threads import taken_threads
 from .world import sandbox_found, world_of
 from ..streams.batching import as_asked
 from ..streams.stream import task_order
@@ -73,6 +72,8 @@ class ProcessState:
     interrupts: Interrupts = field(default_factory=Interrupts)
     check: Callable[[], None] = lambda: None # raises if the run's lock was lost
     kernels: set = field(default_factory=set) # names of kernels that are not deterministic
+    # (backbone, rows of a batch, folder) → threads that it computes with from then on; 0: as before
+    take_threads: Callable[..., int] = lambda *of_run: 0
     doing: str = "loading" # or training, or evaluation
 
 # %% ../../nbs/running/23_continual_run.ipynb #6070c937
@@ -122,7 +123,7 @@ def _load_model(run):
 def _take_threads(run):
     "Threads for this backbone, where somebody gives the process its own back."
     rows = run.config.training["per_device_train_batch_size"]
-    if chosen := taken_threads(run.model, rows, run.folder): run.position.threads = chosen.number
+    run.position.threads = run.process.take_threads(run.model, rows, run.folder)
 
 # %% ../../nbs/running/23_continual_run.ipynb #1aeef7e5
 def _load_data(run):

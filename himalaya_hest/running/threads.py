@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'NAMED_BY', 'PATIENCE', 'CLEARLY', 'FEWEST', 'SMALL', 'MOST', 'is_named', 'step_of', 'timed_in_turns', 'paying',
-           'threads_as', 'Threads', 'chosen_threads', 'threads_before', 'threads_kept', 'taken_threads']
+           'threads_as', 'Threads', 'chosen_threads', 'threads_before', 'taken_threads', 'own_threads']
 
 # %% ../../nbs/running/19a_threads.ipynb #395cf143
 import contextlib
@@ -158,27 +158,21 @@ def threads_before(
             return number if type(number) is int and 0 < number <= 1024 else 0
     return 0
 
-# %% ../../nbs/running/19a_threads.ipynb #e8a19d24
-_KEPT = contextvars.ContextVar("kept", default=False)
-
-@contextlib.contextmanager
-def threads_kept():
-    "Inside, a run may take threads of its own; afterwards the process has as many as before."
-    own, token = torch.get_num_threads(), _KEPT.set(True)
-    try: yield
-    finally:
-        _KEPT.reset(token)
-        torch.set_num_threads(own)
-
-# %% ../../nbs/running/19a_threads.ipynb #8ebb1860
+# %% ../../nbs/running/19a_threads.ipynb #7976e4df
 def taken_threads(
     model: nn.Module, # the backbone, frozen
     rows: int, # of a batch in training
     folder: str | Path, # of the run
-) -> Threads | None: # None: nobody would give the process its own back
+) -> int: # the number
     "Choose, and compute with so many from here on."
-    if not _KEPT.get(): return None
     chosen = chosen_threads(model, rows, threads_before(folder))
     torch.set_num_threads(chosen.number)
     log.info("computes with %s", chosen)
-    return chosen
+    return chosen.number
+
+@contextlib.contextmanager
+def own_threads(): # gives `taken_threads`
+    "Inside, threads may be taken; afterwards the process has as many as before."
+    own = torch.get_num_threads()
+    try: yield taken_threads
+    finally: torch.set_num_threads(own)
