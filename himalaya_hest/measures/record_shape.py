@@ -62,7 +62,7 @@ RECORD = {
     "versions?": {},
     "method_versions?": (None, {}),
     "code_version?": {},
-    "device?": {},
+    "device?": {"threads?": int},
     "command?": str,
 }
 

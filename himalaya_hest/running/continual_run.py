@@ -61,6 +61,7 @@ class Position:
     faults: dict = field(default_factory=dict)
     kernels: list = field(default_factory=list) # that are not deterministic, see `guards`
     wall_s: float = 0. # of all processes that worked on this run
+    threads: int = 0 # with which the run began; 0: it is not known
     n_checkpoints: int = 0
 
 # %% ../../nbs/running/23_continual_run.ipynb #0d3094a0
@@ -71,6 +72,8 @@ class ProcessState:
     interrupts: Interrupts = field(default_factory=Interrupts)
     check: Callable[[], None] = lambda: None # raises if the run's lock was lost
     kernels: set = field(default_factory=set) # names of kernels that are not deterministic
+    # (backbone, rows of a batch, folder) → threads that it computes with from then on; 0: as before
+    take_threads: Callable[..., int] = lambda *of_run: 0
     doing: str = "loading" # or training, or evaluation
 
 # %% ../../nbs/running/23_continual_run.ipynb #6070c937
@@ -115,6 +118,12 @@ def _load_model(run):
             "chat_template: true sends prompts through it",
             c.model,
         )
+
+# %% ../../nbs/running/23_continual_run.ipynb #9e1215cd
+def _take_threads(run):
+    "Threads for this backbone, where somebody gives the process its own back."
+    rows = run.config.training["per_device_train_batch_size"]
+    run.position.threads = run.process.take_threads(run.model, rows, run.folder)
 
 # %% ../../nbs/running/23_continual_run.ipynb #1aeef7e5
 def _load_data(run):
@@ -163,6 +172,7 @@ def begin_run(
     run.sandbox = sandbox_found(config)
     run.source = source_of(config, run.stream)
     _load_model(run)
+    _take_threads(run)
     _load_data(run)
     _find_costs(run)
     _put_adapter(run, hooks)
