@@ -53,13 +53,14 @@ def _own_backbone(config, record):
 # %% ../../nbs/jobs/13_finished_run.ipynb #7fd6ce15
 def finished_record(
     folder: str | Path, # {results_dir}/{run_id}
+    needs_adapter: bool = True, # must there be one?
 ) -> Record:
-    "The record of a run that has an adapter; `ValueError` for a folder that holds none."
+    "The record of a finished run; `ValueError` for a folder that holds none, or no adapter."
     folder = Path(folder)
     if not folder.is_dir(): raise ValueError(f"there is no folder {folder}")
     if not (folder/"record.json").exists():
         raise ValueError(f"{folder} holds no finished run: there is no record.json")
-    if not (folder/"adapter").is_dir():
+    if needs_adapter and not (folder/"adapter").is_dir():
         raise ValueError(
             f"{folder} keeps no adapter: "
             "runs of the protocols single and zero_shot have none at their end"

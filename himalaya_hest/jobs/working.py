@@ -75,7 +75,7 @@ def locked_run(
     wait: bool, # for whoever has it; False: `RunTaken`
 ):
     "Hold a run's lock, and its signals until a step has ended; gives both."
-    make_results_dir(config)
+    make_results_dir(config.results_dir)
     folder = Path(config.results_dir)/config.run_id
     with (
         Interrupts() as interrupts,

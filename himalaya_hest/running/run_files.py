@@ -7,6 +7,7 @@ __all__ = ['notebook_parameters', 'checked_parameters', 'save_config', 'load_con
            'parameter_lines', 'check_words', 'read_arguments', 'tell', 'exit_status', 'make_results_dir']
 
 # %% ../../nbs/running/06_run_files.ipynb #ee4f46cc
+import contextlib
 import os
 import sys
 from dataclasses import Field, asdict, fields
@@ -195,12 +196,18 @@ def exit_status(
 
 # %% ../../nbs/running/06_run_files.ipynb #b95ba2a2
 def make_results_dir(
-    config: RunConfig, # resolved
+    place: str | Path, # results_dir of a run
+    keep: bool = True, # False: only try, and leave everything as it was
 ) -> None:
-    "`ValueError` where the folder of a run's results cannot be made."
-    try: Path(config.results_dir).mkdir(parents=True, exist_ok=True)
+    "`ValueError` where a folder cannot be made."
+    place = Path(place)
+    new = [] if keep else [p for p in (place, *place.parents) if not p.exists()]
+    try: place.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(
-            f"parameter results_dir = {config.results_dir!r}: the folder cannot be made "
+            f"parameter results_dir = {str(place)!r}: the folder cannot be made "
             f"({e.strerror}); choose another place"
         ) from None
+    finally:
+        for p in new:
+            with contextlib.suppress(OSError): p.rmdir()
