@@ -54,12 +54,14 @@ def evaluate(
     from himalaya_hest.compare.evaluate import evaluate_runs
     from himalaya_hest.ground.table import Table
     from himalaya_hest.jobs.tracked import read_source
-    shown = evaluate_runs(
-        a.results_dir, a.run_ids,
-        read_source(a.source, a.run_ids, a.wandb_entity, a.wandb_project), a.output_dir,
-    )
+    from himalaya_hest.jobs.shown import closing_lines
+    from himalaya_hest.measures.records import load_records
+    sent = read_source(a.source, a.run_ids, a.wandb_entity, a.wandb_project)
+    shown = evaluate_runs(a.results_dir, a.run_ids, sent, a.output_dir)
     # the empty text sets the tables off from what was printed on the way
     print("", *(x for x in shown[::-1] if isinstance(x, Table)), sep="\n\n")
+    records = sent or load_records(a.results_dir, a.run_ids)
+    if len(records) == 1 and (lines := closing_lines(records[0])): print("", *lines, sep="\n")
     return 0
 
 # %% ../../nbs/cli/02_finished.ipynb #b9a23e38
