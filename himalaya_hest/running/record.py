@@ -175,8 +175,7 @@ def _latency(run):
     if run.config.protocol in ("single", "zero_shot"): return None
     longest = max((run.data[n].evaluation for n in run.order), key=lambda e: len(e.prompts))
     return cpu_latency_overhead(
-        run.adapter, longest, run.tokenizer, e["latency_pairs"], e["latency_new_tokens"],
-        run.progress)
+        run.adapter, longest, run.tokenizer, e["latency_pairs"], e["latency_new_tokens"])
 
 # %% ../../nbs/running/26_record.ipynb #9590b1b4
 def summary_of(
