@@ -19,14 +19,13 @@ from pathlib import Path
 
 from ..running.names import told_parameters
 from ..running.parameters import RunConfig
-from .run import run_continual
+from ..running.run_files import exit_status
 from ..measures.record_shape import NEEDED
 from ..measures.records import check_record, grid_file, plain_json, unpack_records
 from ..ground.table import Table
 from ..himalaya.flat_form import all_flat, flat_of, in_parts
 from ..adapters.defaults import searched_defaults
 from ..adapters.names import _config_class, need_adapter_module, parse_adapter
-from ..adapters.registry import resolve_adapter_config
 
 # %% ../../nbs/jobs/14_again.ipynb #7109eb85
 def commands_in(
@@ -85,6 +84,7 @@ def as_it_was(
         searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys()
     )
     if not opened: return config
+    from himalaya_hest.adapters.registry import resolve_adapter_config
     method, _ = parse_adapter(adapter)
     known = in_parts(given, preset) if method == "himalaya" else given
     own = _config_class(method)(**resolve_adapter_config(adapter, preset, known, config["seed"]))
@@ -294,6 +294,7 @@ def repeat_run(
 ) -> Repeated:
     "Run a record's parameters again and compare; `ValueError` for what is no run."
     record = read_run(path, run_id)
+    from himalaya_hest.jobs.run import run_continual
     # a repetition that nobody keeps leaves nothing, its tokenised tasks neither
     with (contextlib.nullcontext(results_dir) if results_dir
           else tempfile.TemporaryDirectory()) as folder:
@@ -334,23 +335,23 @@ def rerun_parser(
     return parser
 
 # %% ../../nbs/jobs/14_again.ipynb #038ca9bf
+def _rerun(arguments, called):
+    "Repeat what a command line names, and print what came of it."
+    given = rerun_parser(called).parse_args(arguments)
+    repeated = repeat_run(
+        given.record, given.results_dir, given.cache_dir, given.tolerance,
+        allow_code_execution=given.allow_code_execution, adapter_module=given.adapter_module,
+        run_id=given.run_id,
+    )
+    print(repeated)
+    return 0 if repeated.same() else 1
+
 def main(
     arguments: list, # of the command line
     called: str = "python -m himalaya_hest.jobs.again", # how the command was called
 ) -> int: # exit status
     """`himalaya-hest rerun RECORD [RUN] [--results-dir DIR] [--cache-dir DIR] [--tolerance X]`."""
-    given = rerun_parser(called).parse_args(arguments)
-    try:
-        repeated = repeat_run(
-            given.record, given.results_dir, given.cache_dir, given.tolerance,
-            allow_code_execution=given.allow_code_execution, adapter_module=given.adapter_module,
-            run_id=given.run_id,
-        )
-    except ValueError as e:
-        print(e, file=sys.stderr)
-        return 2
-    print(repeated)
-    return 0 if repeated.same() else 1
+    return exit_status(called, lambda: _rerun(arguments, called), goes_on=False)
 
 # %% ../../nbs/jobs/14_again.ipynb #30788da7
 #| eval: false

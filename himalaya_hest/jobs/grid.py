@@ -14,15 +14,13 @@ import threading
 import time
 from pathlib import Path
 
-from ..compare.evaluate import evaluate_runs
 from ..ground.table import Table
 from .grid_jobs import GridOptions, Jobs
 from himalaya_hest.jobs.grid_runs import (
     RunState, combinations, load_grid, named_runs, reports_folder, run_state, states_table,
     write_compact,
 )
-from ..running.plan import make_plan, plan_numbers
-from ..running.run_files import read_arguments
+from ..running.run_files import exit_status, read_arguments
 
 # %% ../../nbs/jobs/21_grid.ipynb #a7b1770b
 class Watch:
@@ -136,6 +134,7 @@ def run_grid(
 # %% ../../nbs/jobs/21_grid.ipynb #dc7cebf1
 def _planned(parameters):
     "(device, hours from and to) of a run."
+    from himalaya_hest.running.plan import make_plan, plan_numbers
     alone = {k: v for k, v in parameters.items() if k not in ("n_trials", "search")}
     return next(iter(plan_numbers(make_plan(alone))["hours"].items()))
 
@@ -228,12 +227,14 @@ def _asked_runs(args, grid):
     return runs
 
 # %% ../../nbs/jobs/21_grid.ipynb #1e1b602f
-def _run_asked(args, grid, runs, out, called):
-    "Run the grid of a command line; the states of its runs."
-    options = GridOptions(
+def _options(args):
+    return GridOptions(
         args.workers, args.threads, args.processes, args.search_workers, args.cluster,
         read_arguments(args.slurm), args.timeout_h, args.retries,
     )
+
+def _run_asked(args, grid, runs, options, out, called):
+    "Run the grid of a command line; the states of its runs."
     command = " ".join([called, str(args.grid), *args.changes])
     def keep(r):
         if out: write_compact(Path(args.results_dir)/r/"record.json", Path(out), command)
@@ -263,21 +264,17 @@ def _summary(states, results_dir, out):
 # %% ../../nbs/jobs/21_grid.ipynb #6dd2e811
 def _command(args, records, called):
     "What `main` does, once it is clear what was asked for."
-    try:
-        grid = load_grid(args.grid)
-        runs = _asked_runs(args, grid)
-        # two questions that start nothing
-        if args.status: return _status(runs, args.results_dir, grid["name"])
-        if args.dry_run: told_before(runs, args.results_dir, args.workers); return 0
-        out = args.records or records(grid["name"])
-        states = _run_asked(args, grid, runs, out, called)
-    except ValueError as e:
-        print(e, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt: return 130
-    # what came of it
-    failed = _summary(states, args.results_dir, out)
+    grid = load_grid(args.grid)
+    # neither question needs them, and both may be asked far from the cluster
+    options = None if args.status or args.dry_run else _options(args)
+    runs = _asked_runs(args, grid)
+    # two questions that start nothing
+    if args.status: return _status(runs, args.results_dir, grid["name"])
+    if args.dry_run: told_before(runs, args.results_dir, args.workers); return 0
+    out = args.records or records(grid["name"])
+    failed = _summary(_run_asked(args, grid, runs, options, out, called), args.results_dir, out)
     if args.evaluate and not failed:
+        from himalaya_hest.compare.evaluate import evaluate_runs
         tables = evaluate_runs(args.results_dir, list(runs))
         print(*(x for x in tables if isinstance(x, Table)), sep="\n\n")
     return failed
@@ -293,7 +290,7 @@ def main(
     main_thread = threading.current_thread() is threading.main_thread()
     # by default it would end this process and leave its local runs
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main_thread else None
-    try: return _command(args, records, called)
+    try: return exit_status(called, lambda: _command(args, records, called))
     finally: signal.signal(signal.SIGTERM, before) if main_thread else None
 
 # %% ../../nbs/jobs/21_grid.ipynb #1598ff18

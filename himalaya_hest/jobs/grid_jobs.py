@@ -18,9 +18,6 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from .grid_runs import read_json, reports_folder
-from .run import run_continual
-from ..running.checkpoint import write_atomic
-from ..running.run_lock import RunTaken
 
 # %% ../../nbs/jobs/20_grid_jobs.ipynb #7cdcf8ba
 class GridJob:
@@ -29,6 +26,8 @@ class GridJob:
         parameters: dict, # of the run
         report: str, # path of the report
     ) -> None:
+        from himalaya_hest.jobs.run import run_continual
+        from himalaya_hest.running.run_lock import RunTaken
         note = _reporter(Path(report))
         note("running")
         # only an error of the run itself counts as its failure
@@ -43,6 +42,11 @@ class GridJob:
         return DelayedSubmission(self, parameters, report)
 
 # %% ../../nbs/jobs/20_grid_jobs.ipynb #19e3a417
+def _write(path, **told):
+    "A report of a job, or what a later command finds it by."
+    from himalaya_hest.running.checkpoint import write_atomic
+    write_atomic(path, json.dumps(told) + "\n")
+
 def _reporter(path):
     "Make this process ready for a run; gives what writes its report."
     from submitit import JobEnvironment
@@ -52,8 +56,7 @@ def _reporter(path):
     if here.num_tasks > 1:
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
     def note(state, error=""):
-        told = dict(state=state, job=here.job_id, error=error)
-        if here.global_rank == 0: write_atomic(path, json.dumps(told) + "\n")
+        if here.global_rank == 0: _write(path, state=state, job=here.job_id, error=error)
     return note
 
 # %% ../../nbs/jobs/20_grid_jobs.ipynb #ada79536
@@ -204,7 +207,7 @@ def submit(self: Jobs, run_ids: list[str]) -> None:
     "Hand runs over, to Slurm as one array."
     asked = [(r, c) for r in run_ids for c in range(self.copies(r))]
     for r in run_ids: self.tries[r] += 1
-    for key in asked: write_atomic(self.report(*key), json.dumps(dict(state="queued")) + "\n")
+    for key in asked: _write(self.report(*key), state="queued")
     with _for_children(self.options):
         if self.options.where == "local": jobs = [self._local(r, c) for r, c in asked]
         else:
@@ -214,8 +217,7 @@ def submit(self: Jobs, run_ids: list[str]) -> None:
     # what a later command finds them by
     for key, job in zip(asked, jobs):
         self.active[key] = job
-        told = dict(job=job.job_id, where=self.options.where)
-        write_atomic(self.report(*key).with_suffix(".job"), json.dumps(told) + "\n")
+        _write(self.report(*key).with_suffix(".job"), job=job.job_id, where=self.options.where)
 
 # %% ../../nbs/jobs/20_grid_jobs.ipynb #035e2734
 @patch

@@ -17,7 +17,6 @@ import yaml
 from ..running.resolve import resolve
 from ..ground.table import Table
 from ..measures.records import read_record
-from ..running.run_lock import held_by
 from ..streams.templates import nearest
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #bd0ac112
@@ -66,7 +65,8 @@ def load_grid(
 ) -> dict: # name, base, axes, pairs
     "Read a grid file; `ValueError` names what is wrong in it."
     try: grid = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+    except OSError as e: raise ValueError(f"grid file {path} cannot be read: {e.strerror}") from e
+    except (UnicodeDecodeError, yaml.YAMLError) as e:
         raise ValueError(f"grid file {path} cannot be read: {e}") from e
     _check_keys(path, grid)
     _check_axes(path, grid.get("axes"))
@@ -195,6 +195,7 @@ def run_state(
     run_id: str,
 ) -> RunState:
     "Read from the disk; asks nobody."
+    from himalaya_hest.running.run_lock import held_by
     folder, reports = Path(results_dir)/run_id, reports_folder(results_dir)
     if (record := read_json(folder/"record.json")) and "summary" in record:
         n, score = len(record["tasks"]), record["summary"].get("average_accuracy")

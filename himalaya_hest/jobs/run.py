@@ -19,7 +19,8 @@ from ..ground.processes import (
     followed, is_main_process, Leading, start_processes, with_processes)
 from .recording import mirrored, recorded
 from .search import search
-from .shown import check_mirror, record_file, shown, shown_plan
+from .shown import (
+    check_mirror, closing_lines, record_file, shown, shown_plan)
 from .spaces import with_setting
 from .working import locked_run, working, working_silently
 from ..measures.records import read_record, Record
@@ -27,7 +28,7 @@ from ..running.checkpoint import FULL, telling_refusals
 from ..running.parameters import RunConfig
 from ..running.resolve import resolve
 from ..running.resume import claim_folder
-from ..running.run_files import read_arguments
+from ..running.run_files import exit_status, read_arguments
 
 # %% ../../nbs/jobs/10_run.ipynb #7577dee7
 def _hook_names(given, hooks):
@@ -88,15 +89,8 @@ def _lead(config, others, found, **of_the_run):
             return Record(mirrored(config, process, folder, found=found, **of_the_run))
 
 # %% ../../nbs/jobs/10_run.ipynb #fbe694ab
-def run_continual(
-    config: RunConfig | dict, # parameters by name; see `RunConfig`
-    quiet: bool = False, # without progress bars
-    hooks: tuple = (), # StreamHooks of one's own, fresh instances
-    # told of the number of tasks learned and their mean score; may raise
-    on_task: Callable[[int, float], None] | None = None,
-) -> dict: # the record, as in record.json; with dry_run the plan alone
-    """Run one adapter over one stream, or take up or show what is there; writes
-    `{results_dir}/{run_id}/`. With `dry_run` nothing runs and nothing is written."""
+def _asked(config, quiet, hooks, on_task):
+    "What `run_continual` does, but for its last words."
     start_processes()
     given = config if isinstance(config, dict) else asdict(config)
     named = dict(hooks=_hook_names(given, hooks))
@@ -112,29 +106,49 @@ def run_continual(
             return _told(Record(shown(config, on_task)), others)
         return _lead(config, others, found, quiet=quiet, hooks=hooks, on_task=on_task)
 
+# %% ../../nbs/jobs/10_run.ipynb #23dc9d33
+def run_continual(
+    config: RunConfig | dict, # parameters by name; see `RunConfig`
+    quiet: bool = False, # without progress bars and last words
+    hooks: tuple = (), # StreamHooks of one's own, fresh instances
+    # told of the number of tasks learned and their mean score; may raise
+    on_task: Callable[[int, float], None] | None = None,
+) -> dict: # the record, as in record.json; with dry_run the plan alone
+    """Run one adapter over one stream, or take up or show what is there; writes
+    `{results_dir}/{run_id}/`. With `dry_run` nothing runs and nothing is written."""
+    record = _asked(config, quiet, hooks, on_task)
+    if quiet or "summary" not in record or not is_main_process(): return record
+    s, T = record["summary"], len(record["tasks"])
+    print(f"{record['run_id']}: {T} tasks in {s['wall_s']:.0f} s, "
+          f"mean score {s['average_accuracy']:.3f} at the end")
+    print(*closing_lines(record), sep="\n", end="\n" * bool(closing_lines(record)))
+    return record
+
 # %% ../../nbs/jobs/10_run.ipynb #c47676a1
 def _print_record(record):
-    "What is there, and what can be done with it next."
+    "What is there, what can be done with it next, and what to know of it."
     folder = Path(record["config"]["results_dir"])/record["run_id"]
     there = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
     print(f"\n{record}\n\n{folder}: {', '.join(there)}. "
           f"`himalaya-hest evaluate {folder.parent}` makes figures of it.")
+    for line in closing_lines(record): print(line)
 
 # %% ../../nbs/jobs/10_run.ipynb #63fb0d48
+def _run(arguments):
+    "Make the run that a command line asks for, and print its record."
+    try:
+        record = _asked(read_arguments(arguments), False, (), None)
+        if is_main_process() and "summary" in record: _print_record(record)
+    finally:
+        if dist.is_available() and dist.is_initialized(): dist.destroy_process_group()
+
 def main(
     arguments: list, # of the command line
+    called: str = "python -m himalaya_hest.jobs.run", # how the command was called
 ) -> int: # exit status
     """`python -m himalaya_hest.jobs.run run.yaml [name=value ...]`: run what the files and
     parameters say; 2 for a mistake in them."""
-    try:
-        record = run_continual(read_arguments(arguments))
-        if is_main_process() and "summary" in record: _print_record(record)
-    except ValueError as e:
-        if is_main_process(): print(e, file=sys.stderr)
-        return 2
-    finally:
-        if dist.is_available() and dist.is_initialized(): dist.destroy_process_group()
-    return 0
+    return exit_status(called, lambda: _run(arguments))
 
 # %% ../../nbs/jobs/10_run.ipynb #0a7fb2d3
 #| eval: false

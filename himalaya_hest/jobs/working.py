@@ -20,6 +20,7 @@ from himalaya_hest.running.checkpoint import (
 from ..running.continual_run import ProcessState
 from ..running.guards import deterministic_kernels, Interrupts, Terminated
 from ..running.parameters import RunConfig
+from ..running.run_files import make_results_dir
 from ..running.run_lock import locked
 from ..streams.tokenised import DataWarning
 
@@ -29,14 +30,15 @@ log = logging.getLogger("himalaya_hest")
 @contextlib.contextmanager
 def _warnings_logged():
     "All warnings go into the log."
-    show = warnings.showwarning
+    show, form = warnings.showwarning, warnings.formatwarning
     def log_warning(message, category, *args, **kw):
         log.warning("%s: %s", category.__name__, message)
         if issubclass(category, (DataWarning, CheckpointWarning)):
             show(message, category, *args, **kw)
     warnings.showwarning = log_warning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try: yield
-    finally: warnings.showwarning = show
+    finally: warnings.showwarning, warnings.formatwarning = show, form
 
 # %% ../../nbs/jobs/07_working.ipynb #e2d5bccc
 @contextlib.contextmanager
@@ -73,6 +75,7 @@ def locked_run(
     wait: bool, # for whoever has it; False: `RunTaken`
 ):
     "Hold a run's lock, and its signals until a step has ended; gives both."
+    make_results_dir(config.results_dir)
     folder = Path(config.results_dir)/config.run_id
     with (
         Interrupts() as interrupts,
@@ -104,7 +107,7 @@ def working_silently():
     log.addHandler(handler)
     try:
         with (
-            Interrupts() as interrupts, warnings.catch_warnings(),
+            Interrupts(quiet=True) as interrupts, warnings.catch_warnings(),
             deterministic_kernels() as kernels,
         ):
             warnings.simplefilter("ignore")

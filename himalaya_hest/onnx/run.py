@@ -7,16 +7,12 @@ __all__ = ['run_prompts', 'unequal_answers', 'export_run', 'export_parser', 'mai
 
 # %% ../../nbs/onnx/06_run.ipynb #21577e4d
 import argparse
+import sys
 from pathlib import Path
 
-from ..streams.batching import stop_ids
-from ..running.run_files import checked_parameters
-from ..running.backbone import load_backbone
-from ..running.data import load_tasks, row_length, stream_of
-from ..running.evaluation import evaluation_batches, generate_batch
+from ..running.run_files import checked_parameters, exit_status
 from ..jobs.finished_run import FinishedRun, open_run
 from ..ground.table import Table
-from ..streams.hub import get_source
 
 # %% ../../nbs/onnx/06_run.ipynb #02ffa7f0
 def run_prompts(
@@ -24,6 +20,9 @@ def run_prompts(
     rows: int = 4, # of each task
 ) -> list[dict]: # batches of one prompt, as `evaluation_batches` makes them
     "The first evaluated prompts of the run's tasks."
+    from himalaya_hest.running.data import load_tasks, row_length, stream_of
+    from himalaya_hest.running.evaluation import evaluation_batches
+    from himalaya_hest.streams.hub import get_source
     config, stream = run.config, stream_of(run.config)
     source = get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
     tasks = [d.evaluation for d in load_tasks(
@@ -42,6 +41,8 @@ def unequal_answers(
     batches: list[dict],
 ) -> list[tuple[str, str]]: # (PyTorch's text, ONNX Runtime's) where they differ
     "Prompts whose greedy answer is another in ONNX Runtime."
+    from himalaya_hest.running.evaluation import generate_batch
+    from himalaya_hest.streams.batching import stop_ids
     takes, differ = "prompt_mask" in run.model.special_peft_forward_args, []
     for b in batches:
         n = b["input_ids"].shape[1]
@@ -77,6 +78,7 @@ def export_run(
     return out | dict(compared=len(batches), unequal=len(differ), examples=differ[:5])
 
 def _bare(run):
+    from himalaya_hest.running.backbone import load_backbone
     return load_backbone(run.config.model, run.config.model_revision, "float32", "none")[0]
 
 # %% ../../nbs/onnx/06_run.ipynb #c48ee641
@@ -106,16 +108,11 @@ def export_parser(
     return parser
 
 # %% ../../nbs/onnx/06_run.ipynb #3e4f0de4
-def main(
-    arguments: list[str] | None = None, called: str = "python -m himalaya_hest.onnx.run"
-) -> None:
-    "Export a run from the command line."
+def _export(arguments, called):
+    "Export the run of a command line, and print what came of it."
     a = export_parser(called).parse_args(arguments)
-    try:
-        found = export_run(
-            open_run(a.run, a.cache_dir, a.adapter_module), a.folder, a.rows, not a.float, a.int8
-        )
-    except ValueError as e: raise SystemExit(f"error: {e}") from e
+    run = open_run(a.run, a.cache_dir, a.adapter_module)
+    found = export_run(run, a.folder, a.rows, not a.float, a.int8)
     print(
         f"{found['bare']}\n{found['adapter']}\n"
         f"{found['compared'] - found['unequal']} of {found['compared']} "
@@ -123,7 +120,16 @@ def main(
     )
     for want, got in found["examples"]: print(f"  {want!r} in PyTorch, {got!r} in ONNX Runtime")
 
-if __name__ == "__main__" and "__file__" in globals(): main()
+def main(
+    arguments: list[str] | None = None, # of the command line; None: those of this process
+    called: str = "python -m himalaya_hest.onnx.run", # how the command was called
+) -> int: # exit status
+    "Export a run from the command line."
+    return exit_status(called, lambda: _export(arguments, called), goes_on=False)
+
+# %% ../../nbs/onnx/06_run.ipynb #95ac5ed9
+#| eval: false
+if __name__ == "__main__": sys.exit(main())
 
 # %% ../../nbs/onnx/06_run.ipynb #2a80f6ef
 _STUDY = dict(

@@ -76,6 +76,17 @@ class ProcessState:
     take_threads: Callable[..., int] = lambda *of_run: 0
     doing: str = "loading" # or training, or evaluation
 
+# %% ../../nbs/running/23_continual_run.ipynb #b07a6e12
+import os
+import sys
+
+def _bar():
+    "What draws a bar here, and the seconds between two drawings."
+    from tqdm import auto, std
+    # Jupyter's server names the session in the environment of its kernels
+    if "JPY_SESSION_NAME" in os.environ: return auto.tqdm, .5
+    return std.tqdm, .5 if sys.stderr.isatty() else 10.
+
 # %% ../../nbs/running/23_continual_run.ipynb #6070c937
 class ContinualRun:
     "One run: its config and position; `begin_run` gives it its data and its adapter."
@@ -98,8 +109,8 @@ class ContinualRun:
         self.started, self.n_steps = time.monotonic(), 0
 
     def progress(self, items, **kw):
-        from tqdm.auto import tqdm
-        return tqdm(items, disable=self.quiet, mininterval=.5, **kw)
+        bar, seconds = _bar()
+        return bar(items, disable=self.quiet, mininterval=seconds, maxinterval=10., **kw)
     @property
     def schedule(self) -> list[int]:
         return evaluation_schedule(len(self.order), self.config.evaluation["after_tasks"])

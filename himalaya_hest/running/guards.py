@@ -10,6 +10,7 @@ __all__ = ['log', 'Terminated', 'Interrupts', 'kernel_of', 'deterministic_kernel
 import logging
 import os
 import signal
+import sys
 import threading
 from contextlib import contextmanager
 
@@ -34,11 +35,23 @@ def _ours() -> dict: # signal → the handler that it has now
         out[_REQUEUE] = listens
     return out
 
+# %% ../../nbs/running/11_guards.ipynb #5a0c11d2
+def _tell_stopping(number):
+    "What a signal that waits will do, on the screen and in the log."
+    again = "Ctrl-C again to kill" if number == signal.SIGINT else "once more stops at once"
+    told = f"\n{signal.Signals(number).name}: stopping after this step; {again}\n"
+    try: sys.stderr.write(told); sys.stderr.flush()
+    except RuntimeError: os.write(2, told.encode())
+    log.info(told.strip())
+
 # %% ../../nbs/running/11_guards.ipynb #9177b6f3
 class Interrupts:
     """A context in which SIGINT, SIGTERM and a SIGUSR2 that has a handler wait for the end of a
     step; `arrived` is the one that waits, or None."""
-    def __init__(self): self.arrived, self._waits, self._replaced = None, False, {}
+    def __init__(self,
+        quiet: bool = False, # without a word on the screen
+    ):
+        self.arrived, self.quiet, self._waits, self._replaced = None, quiet, False, {}
     def __enter__(self):
         # Python lets only the main thread set handlers
         if threading.current_thread() is threading.main_thread(): self._replaced = _ours()
@@ -51,8 +64,7 @@ class Interrupts:
     def _handle(self, number, frame):
         if not self._waits or self.arrived is not None: self._raise(number)
         self.arrived = number
-        log.info("%s: the run stops after this step; once more stops it at once",
-                 signal.Signals(number).name)
+        if not self.quiet: _tell_stopping(number)
     def _raise(self, number):
         if number == signal.SIGINT: raise KeyboardInterrupt
         raise Terminated(128 + number)
