@@ -88,6 +88,7 @@ code, pre { font: .85em/1.4 "DejaVu Sans Mono", monospace }
 pre { padding: .4em; margin: .5rem 0 }
 table { border-collapse: collapse; font-size: .93rem; margin: 1rem 0 }
 td, th { padding: .4rem .5rem; border-bottom: 1px solid #dee2e6; text-align: left }
+a.anchor-link { display: none }
 summary { color: #5c6166; cursor: pointer }
 footer { border-top: 1px solid #dee2e6; text-align: center; padding: 1rem; color: #5c6166 }
 @media (max-width: 991px) { .columns { grid-template-columns: minmax(0, 1fr) } .side, .toc { display: none } }

@@ -31,8 +31,8 @@ SECTIONS = [
 FLOORS = {
     "ground": "Ground", "bridge": "PEFT and Trainer", "himalaya": "HIMALAYA", "hest": "HEST",
     "adapters": "Registry and rivals", "measures": "Measures", "streams": "Streams",
-    "running": "One run", "compare": "Many runs", "jobs": "Commands' work", "onnx": "ONNX",
-    "cli": "Command line", "study": "This study", "workshop": "Workshop",
+    "running": "One run", "trainer": "Trainer", "compare": "Many runs", "jobs": "Commands' work",
+    "onnx": "ONNX", "cli": "Command line", "study": "This study", "workshop": "Workshop",
 }
 
 # %% ../../nbs/workshop/10_site.ipynb #50f441e9
