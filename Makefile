@@ -10,7 +10,7 @@ TORCH   ?=
 ADAPTER ?= himalaya
 WORKERS ?= 2
 
-PAGES := nbs/index.ipynb nbs/workshop/12_equations.ipynb nbs/workshop/13_structure.ipynb nbs/93_claims.ipynb nbs/93a_energy_claims.ipynb nbs/94_results.ipynb nbs/94a_energy_results.ipynb nbs/96_run_files.ipynb nbs/97_costs.ipynb nbs/97a_scale.ipynb nbs/98_ecosystem.ipynb nbs/98a_latency.ipynb nbs/89a_contributing.ipynb nbs/log.ipynb
+PAGES := nbs/index.ipynb nbs/workshop/12_equations.ipynb nbs/workshop/13_structure.ipynb nbs/89b_internals.ipynb nbs/93_claims.ipynb nbs/93a_energy_claims.ipynb nbs/94_results.ipynb nbs/94a_energy_results.ipynb nbs/94b_overview.ipynb nbs/96_run_files.ipynb nbs/96a_configurations.ipynb nbs/97_costs.ipynb nbs/97a_scale.ipynb nbs/98_ecosystem.ipynb nbs/98a_latency.ipynb nbs/89a_contributing.ipynb nbs/log.ipynb
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -20,7 +20,7 @@ endif
 
 SUITE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m himalaya_hest.workshop.suite --workers $(WORKERS)
 
-.PHONY: install continual25 test test-all test-rest test-reverse readme prepare clean
+.PHONY: install continual25 test test-all test-rest test-reverse readme prepare docs clean
 install: $(STAMP)
 
 $(STAMP): settings.ini setup.py constraints.txt
@@ -60,6 +60,14 @@ readme: install
 prepare: install
 	$(BIN)/nbdev_export
 	@$(MAKE) readme
+
+# nbdev installs what it misses: without Quarto on the PATH it would fetch one and call the first pip that it finds, so it is asked for before.
+# README.md has a maker of its own, and nbdev renders it only where it is the older file
+docs:
+	@command -v quarto >/dev/null || { echo "make docs: Quarto is not on the PATH; get it from https://quarto.org/docs/get-started, then run this again" >&2; exit 1; }
+	@$(MAKE) install
+	touch README.md
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/nbdev_docs
 
 clean:
 	rm -rf $(VENV) *.egg-info build dist _proc _docs
