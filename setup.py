@@ -18,8 +18,7 @@ setup(
     long_description=readme.read_text(encoding="utf-8") if readme.exists() else cfg["description"],
     long_description_content_type="text/markdown",
     author=cfg["author"],
-    author_email=cfg["author_email"],
-    url=cfg["git_url"],
+    url=cfg["git_url"] or None,
     license="Apache-2.0",
     keywords=cfg["keywords"],
     packages=find_packages(include=["himalaya_hest", "himalaya_hest.*"], exclude=["himalaya_hest.study*", "himalaya_hest.workshop*"]), # these judge and check this project
