@@ -48,7 +48,7 @@ def ten_lines(adapter: str, model_folder: str, data: Path, steps: int, n_rows: i
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(
-        model_folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False)
+        model_folder, use_safetensors=True, trust_remote_code=False)
     method, _, ewc = adapter.partition("+")
     model = get_peft_model(model, ADAPTERS[method]())
     out = dict(adapter=adapter, trained=sum(p.numel() for p in model.parameters() if p.requires_grad))
