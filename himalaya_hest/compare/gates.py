@@ -19,7 +19,8 @@ from himalaya_hest.compare.adapter import (
 from ..ground.table import Table
 from ..hest.costs import JOULES_PER_MULTIPLY_ADD, MODELLED, STATES, forward_cost
 from ..hest.energy_budget import EnergyReport
-from ..hest.shell import BudgetHooks, GatedModel
+from ..hest.pricing import BudgetHooks
+from ..hest.shell import GatedModel
 from ..hest.presets import BY_SCOPE, PRESETS as HEST_PRESETS
 from ..running.energy import CostCounter, SampleCosts, Utilisation
 

@@ -15,6 +15,7 @@ from typing import Callable
 import torch.distributed as dist
 
 from ..ground.hooks import StreamHooks
+from ..ground.quiet import no_waiting_bars
 from ..ground.processes import (
     followed, is_main_process, Leading, start_processes, with_processes)
 from .recording import mirrored, recorded
@@ -116,7 +117,7 @@ def run_continual(
 ) -> dict: # the record, as in record.json; with dry_run the plan alone
     """Run one adapter over one stream, or take up or show what is there; writes
     `{results_dir}/{run_id}/`. With `dry_run` nothing runs and nothing is written."""
-    record = _asked(config, quiet, hooks, on_task)
+    with no_waiting_bars(quiet): record = _asked(config, quiet, hooks, on_task)
     if quiet or "summary" not in record or not is_main_process(): return record
     s, T = record["summary"], len(record["tasks"])
     print(f"{record['run_id']}: {T} tasks in {s['wall_s']:.0f} s, "

@@ -17,17 +17,17 @@ import torch
 from ..adapters.registry import build_adapter
 from ..ground.hooks import HookList
 from ..ground.processes import main_first
+from ..ground.quiet import drawn_here
 from ..hest.costs import forward_cost
 from ..measures.energy import find_meter
 from .backbone import load_backbone
 from .parameters import RunConfig
 from .scales import evaluation_schedule
-from .data import load_tasks, row_length, source_of, stream_of
+from .data import load_tasks, order_of, row_length, source_of, stream_of
 from .guards import Interrupts
 from .lessons import early_stopping, kept_rows, lessons_of
 from .world import sandbox_found, world_of
 from ..streams.batching import as_asked
-from ..streams.stream import task_order
 
 log = logging.getLogger("himalaya_hest")
 
@@ -76,17 +76,6 @@ class ProcessState:
     take_threads: Callable[..., int] = lambda *of_run: 0
     doing: str = "loading" # or training, or evaluation
 
-# %% ../../nbs/running/23_continual_run.ipynb #b07a6e12
-import os
-import sys
-
-def _bar():
-    "What draws a bar here, and the seconds between two drawings."
-    from tqdm import auto, std
-    # Jupyter's server names the session in the environment of its kernels
-    if "JPY_SESSION_NAME" in os.environ: return auto.tqdm, .5
-    return std.tqdm, .5 if sys.stderr.isatty() else 10.
-
 # %% ../../nbs/running/23_continual_run.ipynb #6070c937
 class ContinualRun:
     "One run: its config and position; `begin_run` gives it its data and its adapter."
@@ -109,8 +98,9 @@ class ContinualRun:
         self.started, self.n_steps = time.monotonic(), 0
 
     def progress(self, items, **kw):
-        bar, seconds = _bar()
-        return bar(items, disable=self.quiet, mininterval=seconds, maxinterval=10., **kw)
+        # left to tqdm where bars are wanted, whose TQDM_DISABLE then counts
+        hidden = dict(disable=True) if self.quiet else {}
+        return drawn_here(items, **kw, **hidden)
     @property
     def schedule(self) -> list[int]:
         return evaluation_schedule(len(self.order), self.config.evaluation["after_tasks"])
@@ -143,7 +133,7 @@ def _load_data(run):
     with main_first():
         run.data = load_tasks(
             run.config, run.stream, run.source, run.tokenizer, run.max_length, run.progress)
-    run.order = task_order([t.name for t in run.stream.tasks], run.config.order_seed)
+    run.order = order_of(run.config, run.stream)
     run.kept = kept_rows(run.config, run.data, run.order)
     run.lessons = lessons_of(run)
 

@@ -21,6 +21,7 @@ from ..bridge.card import describe
 from ..bridge.learning import next_index, tasks_begun
 from ..ground.hooks import HookList, StreamHooks, TaskContext
 from ..ground.processes import is_main_process, num_processes
+from ..ground.quiet import drawn_here, no_waiting_bars
 from ..running.checkpoint import seed_all
 from ..running.evaluation import EvaluationTask
 from ..running.parameters import MAX_LENGTH
@@ -205,9 +206,9 @@ class _Lesson:
 @patch
 def open_bar(self: _Lesson, step: int) -> None:
     "A bar with the task's name, where the arguments want bars."
-    from tqdm.auto import tqdm
-    self.bar = tqdm(total=self.n_steps, initial=step, desc=self.task.name, unit="step",
-                    disable=self.trainer.args.disable_tqdm or not is_main_process())
+    hidden = self.trainer.args.disable_tqdm or not is_main_process()
+    self.bar = drawn_here(None, total=self.n_steps, initial=step, desc=self.task.name,
+                          unit="step", **dict(disable=True) if hidden else {})
 
 @patch
 def learn(self: _Lesson,
@@ -224,11 +225,12 @@ def learn(self: _Lesson,
     tasks_begun(t.model).append(name)
     self.open_bar(self.begun_at)
     try:
-        self.event("on_train_begin")
-        context = TaskContext(name, index, self.n_steps, self.loader(), self.task.instruction)
-        learn_task(t.adapter, context, self.loader, len(self.loader()), self.training,
-                   t.accelerator, state, self.on_step)
-        return self.finish()
+        with no_waiting_bars(t.args.disable_tqdm):
+            self.event("on_train_begin")
+            context = TaskContext(name, index, self.n_steps, self.loader(), self.task.instruction)
+            learn_task(t.adapter, context, self.loader, len(self.loader()), self.training,
+                       t.accelerator, state, self.on_step)
+            return self.finish()
     finally: self.bar.close()
 
 # %% ../../nbs/trainer/06_continual_trainer.ipynb #41a0a1f6
