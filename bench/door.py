@@ -1,11 +1,11 @@
 """The README's ten lines on a model that people know and rows of real data: what two tasks score
 when they are just learned and at the end, and how long it takes.
 
-    python bench/door.py MODEL DATA [--adapters himalaya lora lora+ewc] [--steps 50] [--rows 40]
+    python bench/door.py MODEL DATA [--adapters himalaya lora lora:3e-3 lora+ewc] [--steps 50] [--rows 40]
 
 MODEL is a folder with a causal language model, such as SmolLM2-135M-Instruct; DATA has
 ag_news/train.jsonl, ag_news/validation.jsonl and the same of sst2. Seconds are wall-clock, of
-`learn` with its evaluations. Writes records/bench/door.json, an adapter at a time.
+`learn` with its evaluations. A learning rate may follow an adapter, else it has its own. Writes records/bench/door.json, an adapter at a time.
 """
 import argparse
 import json
@@ -49,12 +49,14 @@ def ten_lines(adapter: str, model_folder: str, data: Path, steps: int, n_rows: i
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(
         model_folder, use_safetensors=True, trust_remote_code=False)
-    method, _, ewc = adapter.partition("+")
+    named, _, rate = adapter.partition(":")
+    method, _, ewc = named.partition("+")
     model = get_peft_model(model, ADAPTERS[method]())
     out = dict(adapter=adapter, trained=sum(p.numel() for p in model.parameters() if p.requires_grad))
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
-            folder, max_steps=steps, save_strategy="no", logging_steps=10, report_to=[])
+            folder, max_steps=steps, save_strategy="no", logging_steps=10, report_to=[],
+            **dict(learning_rate=float(rate)) if rate else {})
         trainer = ContinualTrainer(model, args, processing_class=tokenizer, ewc=bool(ewc) or None)
         start, cpu = time.perf_counter(), time.process_time()
         for task, (_, instruction, _) in TASKS.items():
@@ -81,7 +83,7 @@ def table(runs: list[dict]) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model"); parser.add_argument("data", type=Path)
-    parser.add_argument("--adapters", nargs="+", default=["himalaya", "lora", "lora+ewc"])
+    parser.add_argument("--adapters", nargs="+", default=["himalaya", "lora", "lora:3e-3", "lora+ewc"])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rows", type=int, default=40)
     asked, path = parser.parse_args(), ROOT/"records"/"bench"/"door.json"
