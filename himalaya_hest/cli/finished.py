@@ -73,6 +73,7 @@ def report_parser(called, **further):
                     "its adapter is: bytes by part, which atoms or gates work, what it spent.",
     )
     parser.add_argument("run", help="folder of a finished run")
+    # a page goes somewhere, or there is none
     form = parser.add_mutually_exclusive_group()
     form.add_argument("-o", "--output", default="", metavar="FILE",
                       help="where the page goes (default: report.html in the run's folder)")

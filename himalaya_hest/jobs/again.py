@@ -84,6 +84,7 @@ def as_it_was(
         searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys()
     )
     if not opened: return config
+    # the class itself knows its values, and brings PyTorch
     from himalaya_hest.adapters.registry import resolve_adapter_config
     method, _ = parse_adapter(adapter)
     known = in_parts(given, preset) if method == "himalaya" else given

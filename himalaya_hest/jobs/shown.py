@@ -84,6 +84,7 @@ def closing_lines(
 ) -> list[str]: # none where all is well
     "What a user should know before the scores are believed."
     config, lines = record["config"], []
+    # rows of the world are the mini backbone's own, others are not
     if config.get("model") == "mini" and config.get("source", "mini") not in ("", "mini"):
         lines.append(
             "the model was the mini one, a million parameters that know the generated world only; "

@@ -150,6 +150,7 @@ def read_arguments(
     """The parameters that a command line names; nothing behind the = is an empty text, `null` is
     None."""
     import yaml
+    # a shell's slips are told before a file is looked for
     check_words(arguments)
     out = {}
     for a in arguments:
