@@ -24,7 +24,7 @@ SECTIONS = [
     ("How it works", r"87_|87a_|workshop/\d+_equations"),
     ("Results", r"94b_|94_|94a_|93_|93a_|97_|97a_|98a_"),
     ("Benchmark", r"90_|91_|92_|88_|88a_|adapters/\d+_citations|study/\d+_quoted"),
-    ("Reference", r"00_face|96a_|96_|cli/\d+_command_line|98_"),
+    ("Reference", r"00_face|96b_|96a_|96_|cli/\d+_command_line|98_"),
     ("Project", r"89_|89a_|log\b|89b_"),
 ]
 # folder of nbs → title, in the order in which they build on one another
