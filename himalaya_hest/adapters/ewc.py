@@ -29,7 +29,8 @@ def squared_gradients(
     "Over batches of labels that the model itself draws; a batch whose gradients are not finite is left out."
     fisher, seen, left_out = {n: torch.zeros_like(p) for n, p in parameters.items()}, 0, 0
     device = next(model.parameters()).device
-    for batch in waiting(loader, "Fisher information"):
+    # it ends where rows are enough, which may be before the last
+    for batch in waiting(loader, "Fisher information", total=float("inf")):
         batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
         labels = batch.pop("labels")
         loss = sampled_label_loss(target_logits(model, labels, **batch)[0], generator)

@@ -12,6 +12,7 @@ from ..ground.processes import is_main_process
 from .working import logged
 from .scrubbing import check_secrets
 from .tracking import check_tracker, is_mirrored, mirror
+from ..measures.record_tables import against_chance, not_above_chance
 from ..measures.records import read_record
 from ..running.parameters import RunConfig
 from ..running.resume import claim_folder
@@ -68,15 +69,9 @@ def _some(texts, most=5):
 
 def _not_learned(record):
     "Tasks whose last score is not above that of the best constant answer, in words."
-    R, known = record["matrix"], {i["name"]: i.get("chance") for i in record.get("task_info") or []}
-    rows = []
-    for j, name in enumerate(record["tasks"]):
-        # a task that was trained alone has its score in its own row
-        score = R[j][j] if R[-1][j] is None else R[-1][j]
-        if None not in (score, known.get(name)): rows.append((name, score, known[name]))
-    low = [f"{name} {score:.3f} (chance {c:.3f})" for name, score, c in rows if score <= c]
-    are = "is" if len(low) == 1 else "are"
-    return [f"{len(low)} of {len(rows)} tasks {are} not above chance: {_some(low)}"] if low else []
+    low = [f"{t} {score:.3f} (chance {c:.3f})" for t, score, c in not_above_chance(record)]
+    are, n = "is" if len(low) == 1 else "are", len(against_chance(record))
+    return [f"{len(low)} of {n} tasks {are} not above chance: {_some(low)}"] if low else []
 
 # %% ../../nbs/jobs/09_shown.ipynb #fc0a3dae
 def closing_lines(

@@ -22,6 +22,7 @@ from ..running.guards import deterministic_kernels, Interrupts, Terminated
 from ..running.parameters import RunConfig
 from ..running.run_files import make_results_dir
 from ..running.run_lock import locked
+from ..running.threads import own_threads
 from ..streams.tokenised import DataWarning
 
 log = logging.getLogger("himalaya_hest")
@@ -95,9 +96,9 @@ def working(
     "Log, refusals of the disk and kernels of the process that writes; gives its `ProcessState`."
     with (
         logged(folder), telling_refusals(folder, kept=_KEPT, of=FULL),
-        deterministic_kernels() as kernels,
+        deterministic_kernels() as kernels, own_threads() as take,
     ):
-        yield ProcessState(interrupts, lock.check, kernels)
+        yield ProcessState(interrupts, lock.check, kernels, take)
 
 # %% ../../nbs/jobs/07_working.ipynb #d6a34bf0
 @contextlib.contextmanager
@@ -108,8 +109,8 @@ def working_silently():
     try:
         with (
             Interrupts(quiet=True) as interrupts, warnings.catch_warnings(),
-            deterministic_kernels() as kernels,
+            deterministic_kernels() as kernels, own_threads() as take,
         ):
             warnings.simplefilter("ignore")
-            yield ProcessState(interrupts, kernels=kernels)
+            yield ProcessState(interrupts, kernels=kernels, take_threads=take)
     finally: log.removeHandler(handler)

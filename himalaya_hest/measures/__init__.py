@@ -17,6 +17,6 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.measures", {
     "energy": "find_meter measure_window",
     "made_up_records": "made_up_record",
     "record_shape": "json_schema",
-    "record_tables": "group_table same_world score_array summary_table task_table",
+    "record_tables": "against_chance group_table not_above_chance same_world score_array summary_table task_table",
     "records": "Record load_record load_records read_grid read_record",
 })

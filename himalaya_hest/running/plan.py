@@ -19,7 +19,7 @@ from himalaya_hest.running.loads import (
 )
 from .parameters import MAX_LENGTH, RunConfig, micro_batches_of_step
 from .resolve import resolve
-from .run_files import read_arguments
+from .run_files import exit_status, read_arguments
 from .shapes import adapter_size, model_config, model_folder, shape_of
 
 # %% ../../nbs/running/10_plan.ipynb #9a1fbade
@@ -279,11 +279,9 @@ def main(
     arguments: list, # of the command line
 ) -> int: # exit status
     "`python -m himalaya_hest.running.plan run.yaml [name=value ...]`: print the plan of a run."
-    try: print(plan_text(make_plan(read_arguments(arguments))))
-    except ValueError as e:
-        print(e, file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(
+        "python -m himalaya_hest.running.plan",
+        lambda: print(plan_text(make_plan(read_arguments(arguments)))))
 
 # %% ../../nbs/running/10_plan.ipynb #8ab35ba5
 #| eval: false
