@@ -56,6 +56,7 @@ def cell_html(
     if cell["cell_type"] != "code": return ""
     options, code = options_of(source)
     if options.get("include") == "false": return ""
+    # the code, and what it left
     shown = ""
     if code and options.get("echo") != "false":
         shown = f'<div class="sourceCode"><pre><code>{html.escape(code)}</code></pre></div>'
@@ -156,6 +157,7 @@ def make_pages(
     from nbdev.processors import FilterDefaults
     nbs, made = Path(root)/"nbs", []
     paths = {p.relative_to(nbs).as_posix(): p for p in notebooks_of(Path(root))}
+    # pages for readers, unless others are named
     names = names or ["index.ipynb", *(n for found in sections(paths).values() for n in found)]
     def title(path): return re.match(
         r"# (.*)", "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"]))[1]
@@ -182,13 +184,14 @@ async function look(page, width) {
   frame.src = page;
   await new Promise(done => { frame.onload = done; document.body.append(frame); });
   const inner = frame.contentDocument, wide = inner.documentElement.scrollWidth;
-  const inBox = e => { for (let p = e.parentElement; p; p = p.parentElement)
-    if (["auto", "scroll", "hidden"].includes(frame.contentWindow.getComputedStyle(p).overflowX)) return true; };
+  const scrolls = e => ["auto", "scroll", "hidden"].includes(
+    frame.contentWindow.getComputedStyle(e).overflowX);
+  const inBox = e => e.parentElement && (scrolls(e.parentElement) || inBox(e.parentElement));
   const over = [...inner.querySelectorAll("body *")].filter(e =>
     e.getBoundingClientRect().right > width + 1 && !inBox(e)).pop();
-  const found = {page, width, wide, what: over ? over.tagName.toLowerCase() + ": " + over.textContent.trim().slice(0, 60) : ""};
+  const what = over ? over.tagName.toLowerCase() + ": " + over.textContent.trim().slice(0, 60) : "";
   frame.remove();
-  return found;
+  return {page, width, wide, what};
 }
 (async () => {
   const all = [];
@@ -236,11 +239,12 @@ def main(
     "`python -m himalaya_hest.workshop.pages OUT [--all]`: make the pages, and look at them."
     parser = argparse.ArgumentParser(prog="python -m himalaya_hest.workshop.pages")
     parser.add_argument("out", help="folder for the HTML")
-    parser.add_argument("--all", action="store_true", help="Internals too, not the readers' pages alone")
+    parser.add_argument("--all", action="store_true", help="Internals too, not users' pages alone")
     given = parser.parse_args(arguments)
     names = [p.relative_to("nbs").as_posix() for p in notebooks_of(Path("."))] if given.all else None
     pages = make_pages(".", given.out, names)
     print(f"{len(pages)} pages: {Path(given.out)/'index.html'}")
+    # said aloud, so that nobody takes silence for an answer
     if not (browser := chromium()):
         print("NOT LOOKED AT: there is no Chromium on the PATH (or in CHROMIUM); "
               "nothing is said of how wide the pages are")
