@@ -135,8 +135,8 @@ def budget_warnings(
         )
     elif report.binds and e_max is not None and budget < e_max:
         said["below"] = (
-            f"energy_budget {budget:.4g} is below e_max {e_max:.4g}, which this adapter was trained "
-            "towards, and lowers what its gates ask for: answers get worse; train it with "
+            f"energy_budget {budget:.4g} is below e_max {e_max:.4g}, which this adapter was "
+            "trained towards, and lowers what its gates ask for: answers get worse; train it with "
             f"e_max={budget:.4g} to work there"
         )
     return said
