@@ -67,6 +67,7 @@ _NAMES = { # module → what it gives to the face
     "compare.evaluate": "comparison_charts comparison_tables evaluate_runs",
     "compare.figures": "byte_table retained_curve score_matrix",
     "running.backbone": "load_backbone",
+    "running.energy": "joules_here",
     "running.data": "fetch_data",
     "jobs.run": "run_continual",
     "jobs.finished_run": "open_run",

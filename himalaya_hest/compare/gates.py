@@ -200,7 +200,7 @@ def _spent_prompts(costs: SampleCosts, n_new: int):
 # %% ../../nbs/compare/13_gates.ipynb #22f01774
 def _spent_call(energy: EnergyReport):
     "What a call with `energy_budget` has reported."
-    share, joules = energy.scope_energy_share, [1e6 * j for j in energy.joules]
+    share, joules = energy.share, [1e6 * j for j in energy.joules]
     both = lambda x: [sum(x) / len(x), max(x)] if x else [None, None]
     rows = [
         ["budget", energy.energy_budget, energy.energy_budget],
