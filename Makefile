@@ -34,7 +34,7 @@ $(STAMP): settings.ini setup.py constraints.txt
 
 continual25: install
 	@mkdir -p runs
-	$(BIN)/papermill nbs/90_continual25.ipynb runs/continual25.ipynb -p adapter $(ADAPTER)
+	$(BIN)/papermill --log-output nbs/90_continual25.ipynb runs/continual25.ipynb -p adapter $(ADAPTER)
 
 # the first tier: without cells flagged `full` or `slow` and the notebooks named in SECOND (nbs/workshop/18_suite.ipynb);
 # five minutes on two cores is the aim

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.processes import num_processes
@@ -40,12 +40,13 @@ def next_index(
 
 # %% ../../nbs/bridge/09_learning.ipynb #e15d5dc2
 def share_of(
-    inputs: dict, # keyword arguments of a forward with labels
-) -> float: # in (0, 1]
+    labels: Tensor, # (b, n), or the targets alone (n,); -100 on what is none
+    n_items: Tensor | int | None, # targets of the whole step; None: nobody says
+) -> Tensor | float: # in (0, 1]
     "The part of its optimiser step that a micro-batch's loss stands for, before it is divided."
-    whole = inputs.get("num_items_in_batch")
-    if whole is None: return 1.
-    return float((inputs["labels"][..., 1:] != -100).sum()) / float(whole)
+    if n_items is None: return 1.
+    targets = labels[:, 1:] if labels.dim() == 2 else labels
+    return (targets != -100).sum() / torch.as_tensor(n_items, device=labels.device).sum()
 
 # %% ../../nbs/bridge/09_learning.ipynb #2296de51
 class Driven:
@@ -59,7 +60,8 @@ class Driven:
         "Forward hook: what hooks add to the loss goes into `output.loss`."
         if not (model.training and torch.is_grad_enabled()) or inputs.get("labels") is None:
             return None
-        self.passed, share = True, share_of(inputs)
+        share = share_of(inputs["labels"], inputs.get("num_items_in_batch"))
+        self.passed = True
         of_step = self.hooks.extra_loss(model, inputs)
         terms = (None if of_step is None else share * of_step,
                  self.hooks.micro_batch_loss(model, inputs, share))

@@ -279,7 +279,7 @@ def routed_now(tuner, names, call, args, kwargs) -> Routing: # of tokens anew, w
     prompt, instruction = prompt_of(call, attended, kwargs.get("labels"))
     # each adapter reads by statistics of its own
     cores = {n: c for n, c in tuner.cores.items() if n in names}
-    if learns_now(tuner.model): tuner.fit_where_missing(names)
+    if not torch.compiler.is_compiling(): tuner.fit_where_missing(names)
     contexts = {n: summaries(tuner, c.router, embeds.detach(), ids, prompt, instruction) for n, c in cores.items()}
     routed = Routing({n: TokenRouting(c, contexts[n][1]) if c.per_token else tuner.route(c, *contexts[n])
                       for n, c in cores.items()})

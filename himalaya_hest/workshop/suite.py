@@ -39,8 +39,8 @@ def is_target(notebook: dict) -> bool: # of papermill, and no test
 
 # %% ../../nbs/workshop/18_suite.ipynb #800e1491
 SECOND = """
-first_run own_model own_stream own_adapter budget_for_generation to_onnx how_himalaya how_hest
-run_files gpu
+first_run ten_lines hosted from_peft own_model own_stream own_adapter budget_for_generation to_onnx how_himalaya how_hest
+run_files gpu trainer/other_trainers
 """.split()
 
 # %% ../../nbs/workshop/18_suite.ipynb #77e3033a
