@@ -36,6 +36,7 @@ _PACKAGE = "himalaya_hest"
 _NAMES = { # module → what it gives to the face
     "ground.hooks": "StreamHooks TaskContext",
     "ground.processes": "start_processes",
+    "ground.processes": "start_processes",
     "ground.quiet": "quiet",
     "ground.table": "Table",
     "bridge.register": "register_peft_method",
@@ -58,7 +59,7 @@ _NAMES = { # module → what it gives to the face
     "running.run_files": "load_config",
     "running.plan": "make_plan",
     "bridge.card": "describe",
-    "bridge.learning": "learning",
+    "bridge.own_loop": "learning",
     "trainer.continual_trainer": "ContinualTrainer",
     "trainer.scores": "ContinualScores",
     "trainer.settings": "make_optimizer",

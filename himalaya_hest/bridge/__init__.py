@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.bridge", {
     "properties": "state_faults use_faults",
     "prompt": "RoutedCore",
     "saved": "check_adapter load_adapter save_adapter",
-    "learning": "hooks_of learning tasks_begun",
+    "own_loop": "hooks_of learning tasks_begun",
     "routed": "RoutedModel",
     "card": "describe",
 })

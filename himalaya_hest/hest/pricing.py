@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..bridge.learning import share_of
+from ..bridge.own_loop import share_of
 from ..ground.hooks import StreamHooks
 from ..ground.processes import summed
 from .budget import Budget

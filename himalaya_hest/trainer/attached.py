@@ -13,7 +13,7 @@ from ..adapters.defaults import EWC_DEFAULTS
 from ..adapters.ewc import EWC
 from ..adapters.names import parse_adapter
 from ..adapters.registry import Adapter
-from ..bridge.learning import hooks_of
+from ..bridge.own_loop import hooks_of
 from ..ground.hooks import HookList, StreamHooks
 from .settings import method_of
 

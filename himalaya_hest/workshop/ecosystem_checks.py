@@ -25,7 +25,7 @@ from ..adapters.defaults import training_defaults
 from ..adapters.registry import Adapter, adapter_tensors
 from ..bridge.register import prepare_quantised
 from ..bridge.shell import tiny_backbone
-from ..bridge.learning import learning
+from ..bridge.own_loop import learning
 from himalaya_hest.workshop.ecosystem_subject import (
     COLUMNS, Subject, answers, both_tasks, by_hand, close, loaded_into, plain_logits, prompts,
 )

@@ -39,13 +39,14 @@ def is_target(notebook: dict) -> bool: # of papermill, and no test
 
 # %% ../../nbs/workshop/18_suite.ipynb #800e1491
 SECOND = """
-first_run ten_lines hosted from_peft own_model own_stream own_adapter budget_for_generation to_onnx how_himalaya how_hest
-run_files gpu trainer/other_trainers
+first_run ten_lines hosted from_peft own_model own_stream own_adapter budget_for_generation
+to_onnx how_himalaya how_hest run_files gpu trainer/other_trainers
 """.split()
 
 # %% ../../nbs/workshop/18_suite.ipynb #77e3033a
 LONGEST = """
-onnx/export trainer/other_trainers trainer/continual_trainer jobs/killed workshop/foreign_adapters onnx/run jobs/preempted workshop/family jobs/run
+trainer/other_trainers trainer/continual_trainer
+onnx/export jobs/killed workshop/foreign_adapters onnx/run jobs/preempted workshop/family jobs/run
 jobs/shared_run cli/command_line compare/evaluate jobs/grid workshop/short_runs face
 workshop/ecosystem first_run running/himalaya_use bridge/saved
 """.split()
