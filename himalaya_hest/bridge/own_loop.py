@@ -132,12 +132,12 @@ def learning(
     `optimizer`, and their terms are in `out.loss`. Ends with the model in evaluation mode; a task
     whose loop raises is not ended. Raises ValueError for an optimiser that lacks a parameter, a
     loader that can be read only once, and in one of several processes."""
-    # everything that can be wrong is asked before the task begins
     optimizer, hooks = _inner(optimizer), hooks or hooks_of(model)
     _check_processes(); _check_optimizer(model, optimizer); _check_loader(loader, n_steps)
     steps = len(loader) if n_steps is None else n_steps
     hooks.on_task_start(TaskContext(name, next_index(model, hooks), steps, loader, instruction))
     tasks_begun(model).append(name)
+    # what is hooked is unhooked, also where the loop raises
     driven = Driven(model, hooks)
     handles = [
         model.register_forward_hook(driven.add_terms, with_kwargs=True),

@@ -10,6 +10,7 @@ __all__ = ['LLAMA_LIKE', 'QV', 'OF_DECODERS', 'ShellConfig', 'ShellLayer', 'Plac
 
 # %% ../../nbs/bridge/02_shell.ipynb #c4e63641
 import contextlib
+import inspect
 from dataclasses import dataclass, fields
 from typing import Callable, NamedTuple, Optional, Union
 
@@ -21,6 +22,13 @@ from torch import Tensor, nn
 
 from ..ground.hooks import StreamHooks
 from .register import prepare_quantised, settle
+
+# %% ../../nbs/bridge/02_shell.ipynb #02ab0001
+class _FieldsSignature:
+    "The signature of a dataclass that has a `__new__`: that of its fields."
+    def __get__(self, instance, cls):
+        own = inspect.signature(cls.__init__)
+        return own.replace(parameters=[*own.parameters.values()][1:])
 
 # %% ../../nbs/bridge/02_shell.ipynb #23ac9558
 @dataclass
@@ -42,6 +50,7 @@ class ShellConfig(PeftConfig):
         init_lora_weights="the field is init_weights",
         use_rslora="that is a variant of LoRA alone",
         use_dora="that is a variant of LoRA alone")
+    __signature__ = _FieldsSignature() # what help and documentation show
     def __new__(cls, *args, **kwargs):
         known = {f.name for f in fields(cls)}
         if foreign := [n for n in kwargs if n in cls.instead and n not in known]:

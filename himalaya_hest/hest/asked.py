@@ -127,6 +127,7 @@ def budget_warnings(
             f"energy_budget in Joules is {budget:.4g} times what this call takes with everything "
             "in fp, so it bounds nothing; give less, or a ratio such as 0.4"
         )
+    # who has trained nothing hears that alone
     if not trained:
         said["untrained"] = (
             "energy_budget on an adapter of which nothing was trained: the gates as they start "

@@ -49,6 +49,7 @@ class Joules:
                 f"modelled, Joules({self.joules:g}, device='A100'), give per_multiply_add=..., or "
                 "give the budget as a ratio, such as 0.4"
             )
+        # a rate that somebody gives may be anything
         if not (self.joules > 0 and self.per_multiply_add > 0):
             raise ValueError(
                 f"Joules({self.joules}, per_multiply_add={self.per_multiply_add}): expected "

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from ..running.names import told_parameters
 from ..running.parameters import RunConfig
-from ..running.threads import threads_as
 from ..running.run_files import exit_status
 from ..measures.record_shape import NEEDED
 from ..measures.records import check_record, grid_file, plain_json, unpack_records
@@ -308,7 +307,8 @@ def repeat_run(
             print(
                 f"{record['run_id']}: {len(record['tasks'])} tasks with {parameters['adapter']}, "
                 f"which took {record['summary']['wall_s']:.0f} s when it was recorded", flush=True)
-        # the last bits of some methods hang on the number of threads
+        # the last bits of some methods hang on the number of threads; PyTorch is loaded for it
+        from himalaya_hest.running.threads import threads_as
         with threads_as(record): again = run_continual(parameters, quiet=quiet)
         return compare_records(record, again, tolerance)
 

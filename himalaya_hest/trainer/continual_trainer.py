@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass
 
 import torch
+import torch
 from fastcore.basics import patch
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -56,13 +57,22 @@ def check_backend(n: int) -> None: # processes
             "exchanges nothing on the CPU: call himalaya_hest.start_processes() before "
             "TrainingArguments is made")
 
-# %% ../../nbs/trainer/07_continual_trainer.ipynb #15c3efd6
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #8a15031a
+def check_backend(n: int) -> None: # processes
+    "`ValueError` where several processes have no way to exchange small things on the CPU."
+    if n > 1 and "gloo" not in str(torch.distributed.get_backend_config()):
+        raise ValueError(
+            f"{n} processes share this trainer over {torch.distributed.get_backend_config()}, which "
+            "exchanges nothing on the CPU: call himalaya_hest.start_processes() before "
+            "TrainingArguments is made")
+
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #e57f9b5e
 class _Asked(StreamHooks):
     "Ends a task where a callback of the trainer asks for it."
     def __init__(self, trainer): self.trainer = trainer
     def should_stop(self): return self.trainer.control.should_training_stop
 
-# %% ../../nbs/trainer/07_continual_trainer.ipynb #e57f9b5e
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #5c7d286c
 class ContinualTrainer(Trainer):
     """Learns tasks one after another with the adapter of a PEFT model. `learning_rate`, betas and
     weight decay of `args` that stand at transformers' defaults are the method's own; `max_steps`
@@ -91,7 +101,7 @@ class ContinualTrainer(Trainer):
         self.remove_callback(DEFAULT_PROGRESS_CALLBACK)
         begin(self, max_length)
 
-# %% ../../nbs/trainer/07_continual_trainer.ipynb #5c7d286c
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #8af3a8b3
 def begin(trainer: ContinualTrainer, max_length: int | None) -> None:
     "Where a trainer starts: at nothing, or at its checkpoint where the arguments say so."
     model, args = trainer.model, trainer.args
@@ -113,13 +123,13 @@ def begin(trainer: ContinualTrainer, max_length: int | None) -> None:
     trainer.state.global_step = trainer.position.global_step
     trainer.state.log_history = list(trainer.position.log_history)
 
-# %% ../../nbs/trainer/07_continual_trainer.ipynb #9c93536e
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #8955d793
 @patch
 def train(self: ContinualTrainer, *args, **kwargs):
     "Refused: this trainer learns task by task."
     raise TypeError("ContinualTrainer learns task by task: trainer.learn(name, rows)")
 
-# %% ../../nbs/trainer/07_continual_trainer.ipynb #509f06dc
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #2d0945ac
 def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens):
     "The encoded rows of a new task, and the task without its held-back rows."
     if name in trainer.tasks:
@@ -141,7 +151,7 @@ def _hold_back(trainer, task, rows):
                          f"its training rows {task.form}")
     return as_evaluation(held, task.metric, task.labels)
 
-# %% ../../nbs/trainer/07_continual_trainer.ipynb #2d0945ac
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #c8d3293a
 @patch
 def learn(self: ContinualTrainer,
     name: str, # of the task, unique in the stream
@@ -154,13 +164,13 @@ def learn(self: ContinualTrainer,
 ) -> TrainOutput: # global_step, training_loss, metrics
     """Learn one task more. Raises ValueError for a name that was learned, rows that are none, and
     FloatingPointError after five steps in a row without a finite loss or gradient."""
-    # everything that can be wrong with the rows is told before the first step
     rows, task = _known(self, name, rows, instruction, metric, labels, max_new_tokens)
     if eval_rows is not None: task.held_back = _hold_back(self, task, eval_rows)
     place, state = len(self.tasks), None
     training = training_of(self.args, self.own, self.steps_of(rows), num_processes())
     mark = task_mark(name, rows.rows, training)
     self.tasks[name] = task
+    # what the checkpoint has finished is passed over
     if place < len(self.position.learned):
         check_known(self.position.learned[place], mark, self.args.output_dir)
         tasks_begun(self.model).append(name)
@@ -171,6 +181,7 @@ def learn(self: ContinualTrainer,
         state, self.unfinished = self.unfinished, None
     return Lesson(self, rows, task, mark, training).learn(state)
 
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #df6a7ef9
 @patch
 def steps_of(self: ContinualTrainer,
     rows: TaskRows, # of a task
@@ -179,7 +190,7 @@ def steps_of(self: ContinualTrainer,
     n_batches = -(-len(rows.rows) // self.args.per_device_train_batch_size)
     return steps_asked(self.args, n_batches, num_processes())
 
-# %% ../../nbs/trainer/07_continual_trainer.ipynb #c8d3293a
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #6a564d1f
 @patch
 def tell_card(self: ContinualTrainer) -> None:
     "What a saved adapter's model card says of tasks and scores."
@@ -200,7 +211,7 @@ def scored(self: ContinualTrainer,
     return scores_of(self.adapter, [t.held_back for t in tasks], forms, self.processing_class,
                      self.args.per_device_eval_batch_size)
 
-# %% ../../nbs/trainer/07_continual_trainer.ipynb #6a564d1f
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #76bf56ae
 @patch(as_prop=True)
 def scores(self: ContinualTrainer) -> ContinualScores:
     "Scores of all tasks after each task, as far as they had held-back rows then."
@@ -230,7 +241,7 @@ def evaluate(self: ContinualTrainer,
     earlier = [{n: m for n, m in row.items() if before.get(n)} for row in self.position.scores[:-1]]
     return ContinualScores(list(self.tasks), [*earlier, now])
 
-# %% ../../nbs/trainer/07_continual_trainer.ipynb #76bf56ae
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #2f69ed42
 @patch
 def answer(self: ContinualTrainer,
     prompts: list[str], # texts, as those of the rows

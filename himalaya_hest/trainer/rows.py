@@ -195,7 +195,8 @@ def encode_rows(
         examples = [_told(i, name, lambda: _example(r, instruction)) for i, r in enumerate(rows)]
         encoded, most = _texts(examples, tokenizer, max_length, max_new_tokens)
         answers = [e.target for e in examples]
-    else: # laid out by hand, since the tokenizer or the user has tokenised
+    # messages and tokens are laid out here, as their template or their user has it
+    else:
         pieces = [_told(i, name, lambda: _pieces(r, form, instruction, tokenizer))
                   for i, r in enumerate(rows)]
         most = max_new_tokens or _longest([len(p[2]) for p in pieces], max_length)

@@ -172,6 +172,7 @@ def _train(adapter, batches, n_steps):
             folder, max_steps=n_steps, per_device_train_batch_size=8, max_grad_norm=0., seed=0,
             lr_scheduler_type="constant", remove_unused_columns=False, save_strategy="no",
             report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no")
+        # the hooks act around this optimiser's steps
         optimizer = torch.optim.AdamW(groups, lr=lr)
         trainer = transformers.Trainer(
             adapter.model, settings, train_dataset=data, optimizers=(optimizer, None))
