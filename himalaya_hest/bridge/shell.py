@@ -48,8 +48,7 @@ class ShellConfig(PeftConfig):
         lora_dropout="it has no dropout",
         bias="the backbone's biases are never trained",
         init_lora_weights="the field is init_weights",
-        use_rslora="that is a variant of LoRA alone",
-        use_dora="that is a variant of LoRA alone")
+        **dict.fromkeys(("use_rslora", "use_dora"), "that is a variant of LoRA alone"))
     __signature__ = _FieldsSignature() # what help and documentation show
     def __new__(cls, *args, **kwargs):
         known = {f.name for f in fields(cls)}
