@@ -54,8 +54,10 @@ print(json.dumps(dict(s=seconds, threads=record["device"]["threads"], digest=dig
 
 @contextlib.contextmanager
 def busy(loops):
-    "Processes that count, for as long as the block lasts."
-    there = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
+    "Processes that count, for as long as the block lasts, or this process."
+    # a process that is killed ends no block, and its children would go on for ever
+    program = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    there = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(loops)]
     try: yield
     finally:
         for p in there: p.kill(); p.wait()
