@@ -3387,6 +3387,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                       'himalaya_hest/jobs/search.py'),
                                            'himalaya_hest.jobs.search._told_setting': ( 'jobs/search.html#_told_setting',
                                                                                         'himalaya_hest/jobs/search.py'),
+                                           'himalaya_hest.jobs.search._trial_bar': ( 'jobs/search.html#_trial_bar',
+                                                                                     'himalaya_hest/jobs/search.py'),
                                            'himalaya_hest.jobs.search._trial_rows': ( 'jobs/search.html#_trial_rows',
                                                                                       'himalaya_hest/jobs/search.py'),
                                            'himalaya_hest.jobs.search._try_all': ( 'jobs/search.html#_try_all',

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Callable
 
+from ..ground.quiet import drawn_here
 from ..ground.table import Table
 from .spaces import FOUNDING_LAMBDA, LAMBDA, space_of, told_value
 from himalaya_hest.jobs.trials import (
@@ -36,24 +37,32 @@ def _judged(record, parameters):
     return record["summary"]["retained_accuracy_auc"], ""
 
 # %% ../../nbs/jobs/03_search.ipynb #40259eda
-def _follower(trial):
-    "What a run tells its trial of; raises `GivenUp`."
+def _follower(trial, bar):
+    "What a run tells its trial and a bar of; raises `GivenUp`."
     curve = []
     def on_task(n, retained):
         curve.append(retained)
+        bar.update(n - bar.n)
         trial.set_user_attr("curve", curve)
         trial.report(sum(curve) / len(curve), n)
         if trial.should_prune(): raise GivenUp(f"behind after {n} tasks")
     return on_task
 
 # %% ../../nbs/jobs/03_search.ipynb #8cee6fad
+def _trial_bar(trial, config, quiet):
+    "A bar that counts the tasks of a trial, which says nothing itself."
+    return drawn_here(
+        None, desc=f"trial {trial.number + 1} of {config.n_trials}", unit="task", leave=False,
+        **dict(disable=True) if quiet else {})
+
 def _run_trial(study, trial, setting, config, run, place, quiet):
     import optuna
     first, start = trial.user_attrs.get("goes_on", trial.number), time.monotonic()
     parameters = trial_parameters(config, setting, results_dir=str(place), run_id=f"trial-{first}")
     state, value = optuna.trial.TrialState.COMPLETE, None
     try:
-        record = run(parameters, _follower(trial))
+        with _trial_bar(trial, config, quiet) as bar:
+            record = run(parameters, _follower(trial, bar))
         value, why = _judged(record, parameters)
         if why: trial.set_user_attr("why", why)
         trial.set_user_attr("world", record["world"]["digest"])

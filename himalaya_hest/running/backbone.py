@@ -157,7 +157,9 @@ def load_backbone(
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
     tokenizer = load_tokenizer(name, revision)
     try:
-        with without_bars() if path else contextlib.nullcontext():
+        # who loads a small folder does not wait for it
+        small = path and sum(p.stat().st_size for p in path.glob("*.safetensors")) < 2e8
+        with without_bars() if small else contextlib.nullcontext():
             model = AutoModelForCausalLM.from_pretrained(
                 str(path or name), trust_remote_code=False, use_safetensors=True, **at, **held
             )
