@@ -36,7 +36,6 @@ _PACKAGE = "himalaya_hest"
 _NAMES = { # module → what it gives to the face
     "ground.hooks": "StreamHooks TaskContext",
     "ground.processes": "start_processes",
-    "ground.processes": "start_processes",
     "ground.quiet": "quiet",
     "ground.table": "Table",
     "bridge.register": "register_peft_method",

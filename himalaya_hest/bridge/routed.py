@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..ground.hooks import StreamHooks
+from ..ground.quiet import waiting
 from ..ground.loss import sampled_label_loss, target_logits, target_loss
 from .prompt import (
     Call, RoutedCore, generic_rows, masked_mean, measure_prompts, prompt_of, rarity, refuse_packed)
@@ -305,11 +306,9 @@ def tokenised(
     vocabulary: int, # rows of the backbone's table
 ) -> list[tuple[list[int], list[int]]]: # token ids of (instruction, whole prompt)
     "`ValueError` for ids that the table does not have."
-    from tqdm.auto import tqdm
     def ids(text): return tokenizer(text, add_special_tokens=False)["input_ids"]
-    # a bar for who waits longer than two seconds
-    bar = tqdm(rows, desc="statistics of generic text", delay=2)
-    found = [(one, one + ids("\n" + p)) for i, p in bar if (one := ids(i))]
+    read = waiting(rows, "statistics of generic text")
+    found = [(one, one + ids("\n" + p)) for i, p in read if (one := ids(i))]
     if (largest := max(max(whole) for _, whole in found)) >= vocabulary:
         raise ValueError(f"the tokenizer gives the id {largest}, but the backbone's table has "
                          f"{vocabulary} rows: it is the tokenizer of another backbone")

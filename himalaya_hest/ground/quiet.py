@@ -18,11 +18,13 @@ from collections.abc import Iterable
 
 # %% ../../nbs/ground/09_quiet.ipynb #9a17c005
 def drawn_here(
-    items: Iterable, # what is gone through
+    items: Iterable | None, # what is gone through; None: the bar is moved by hand
+    hidden: bool = False, # no bar; else it is left to tqdm, whose TQDM_DISABLE then counts
     **kw, # of tqdm
 ) -> Iterable: # the same items
     "A bar as it can be seen here: a widget in JupyterLab, else a line, seldom where nobody watches."
     from tqdm import auto, std
+    if hidden: kw["disable"] = True
     # Jupyter's server names the session in the environment of its kernels; papermill's have none
     if "JPY_SESSION_NAME" in os.environ: return auto.tqdm(items, mininterval=.5, **kw)
     seconds = .5 if sys.stderr.isatty() else 10.
@@ -40,8 +42,8 @@ def waiting(
     "Items one after another, under a bar with a name as soon as that takes over two seconds."
     # loads slowly, and who only wants quiet does not need it
     from himalaya_hest.ground.processes import is_main_process
-    hidden = {} if _BARS.get() and is_main_process() else dict(disable=True)
-    return drawn_here(items, desc=what, total=total, delay=PATIENCE_S, leave=False, **hidden)
+    hidden = not (_BARS.get() and is_main_process())
+    return drawn_here(items, hidden, desc=what, total=total, delay=PATIENCE_S, leave=False)
 
 @contextlib.contextmanager
 def no_waiting_bars(off: bool = True):

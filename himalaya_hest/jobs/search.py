@@ -51,9 +51,8 @@ def _follower(trial, bar):
 # %% ../../nbs/jobs/03_search.ipynb #8cee6fad
 def _trial_bar(trial, config, quiet):
     "A bar that counts the tasks of a trial, which says nothing itself."
-    return drawn_here(
-        None, desc=f"trial {trial.number + 1} of {config.n_trials}", unit="task", leave=False,
-        **dict(disable=True) if quiet else {})
+    named = f"trial {trial.number + 1} of {config.n_trials}"
+    return drawn_here(None, quiet, desc=named, unit="task", leave=False)
 
 def _run_trial(study, trial, setting, config, run, place, quiet):
     import optuna

@@ -98,9 +98,7 @@ class ContinualRun:
         self.started, self.n_steps = time.monotonic(), 0
 
     def progress(self, items, **kw):
-        # left to tqdm where bars are wanted, whose TQDM_DISABLE then counts
-        hidden = dict(disable=True) if self.quiet else {}
-        return drawn_here(items, **kw, **hidden)
+        return drawn_here(items, self.quiet, **kw)
     @property
     def schedule(self) -> list[int]:
         return evaluation_schedule(len(self.order), self.config.evaluation["after_tasks"])

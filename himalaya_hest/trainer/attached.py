@@ -9,11 +9,8 @@ __all__ = ['backbone_names', 'adapter_of']
 import torch
 from torch import nn
 
-from ..adapters.defaults import EWC_DEFAULTS
-from ..adapters.ewc import EWC
 from ..adapters.names import parse_adapter
-from ..adapters.registry import Adapter
-from ..bridge.own_loop import hooks_of
+from ..adapters.registry import Adapter, hooked
 from ..ground.hooks import HookList, StreamHooks
 from .settings import method_of
 
@@ -48,10 +45,9 @@ def adapter_of(
 ) -> Adapter:
     """The adapter of a model as a run knows one. `TypeError` for a model without an adapter,
     `ValueError` for EWC beside a method that it has nothing to protect in."""
-    name, tuner = method_of(model) + "+ewc" * bool(ewc), model.base_model
+    name = method_of(model) + "+ewc" * bool(ewc)
     parse_adapter(name)
-    if hasattr(tuner, "fit_statistics"): tuner.fit_statistics(tokenizer)
-    acting = [hooks_of(model)] if hasattr(tuner, "stream_hooks") else []
-    if ewc: acting.append(EWC(model, seed=seed, **(EWC_DEFAULTS | (ewc if ewc is not True else {}))))
-    takes_masks = "prompt_mask" in model.special_peft_forward_args
-    return Adapter(name, model, HookList([*acting, *hooks]), takes_masks, backbone_names(model))
+    beside = ({} if ewc is True else ewc) if ewc else None
+    out = hooked(name, model, tokenizer, beside, seed, backbone_names(model))
+    out.hooks = HookList([*out.hooks.hooks, *hooks])
+    return out

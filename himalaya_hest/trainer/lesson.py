@@ -53,8 +53,8 @@ class Lesson:
 def open_bar(self: Lesson, step: int) -> None:
     "A bar with the task's name, where the arguments want bars."
     hidden = self.trainer.args.disable_tqdm or not is_main_process()
-    self.bar = drawn_here(None, total=self.n_steps, initial=step, desc=self.task.name,
-                          unit="step", **dict(disable=True) if hidden else {})
+    self.bar = drawn_here(None, hidden, total=self.n_steps, initial=step, desc=self.task.name,
+                          unit="step")
 
 @patch
 def learn(self: Lesson,
