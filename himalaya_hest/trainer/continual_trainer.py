@@ -26,12 +26,12 @@ from ..streams.batching import Collator
 from .attached import adapter_of
 from .lesson import Lesson
 from .position import (
-    Position, check_known, has_checkpoints, restore_position, task_mark)
+    Position, check_known, last_number, restore_position, task_mark)
 from .rows import TaskRows, chat_of, encode_rows
 from .scores import (
     ContinualScores, answers_of, as_evaluation, metric_of, scores_of)
 from .settings import (
-    check_arguments, method_defaults, steps_asked, training_of)
+    check_arguments, given_or_own, method_defaults, steps_asked, training_of)
 
 log = logging.getLogger("himalaya_hest")
 
@@ -99,6 +99,8 @@ def _begin(trainer, max_length):
     context = getattr(model.config, "max_position_embeddings", MAX_LENGTH)
     trainer.max_length = min(max_length or MAX_LENGTH, context)
     trainer.own = method_defaults(model, "+ewc" in trainer.adapter.name)
+    log.info("%s: %s where TrainingArguments say nothing", trainer.adapter.name,
+             given_or_own(args, trainer.own))
     trainer.tasks, trainer.position, trainer.unfinished = {}, Position(), None
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(
@@ -107,7 +109,9 @@ def _begin(trainer, max_length):
         trainer.position, trainer.unfinished = restore_position(trainer.adapter, args.output_dir)
         log.info("goes on behind %d tasks, at step %d", len(trainer.position.learned),
                  trainer.position.global_step)
-    elif has_checkpoints(args.output_dir):
+    elif there := last_number(args.output_dir):
+        # the highest numbers are kept, so those of this stream have to be higher
+        trainer.position.n_checkpoints = there
         log.warning("%s holds checkpoints of another stream, which are written over: "
                     "resume_from_checkpoint=True would go on from them", args.output_dir)
     trainer.state.global_step = trainer.position.global_step
