@@ -57,9 +57,10 @@ def ship(out):
         for p in sorted(Path(out).glob("*.json"))}
     names = {name.replace(":", "-"): name for name in ADAPTERS}
     shipped = {names[stem]: best_setting(r) for stem, r in found.items() if stem in names}
-    Path("himalaya_hest/data/searched.json").write_text(
-        json.dumps(shipped, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"{len(shipped)} adapters in himalaya_hest/data/searched.json")
+    path = Path("himalaya_hest/data/searched.json")
+    every = json.loads(path.read_text(encoding="utf-8")) | dict(mini=shipped)
+    path.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(f"{len(shipped)} adapters of the scale mini in {path}")
 
 
 def main():

@@ -4979,6 +4979,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                            'himalaya_hest/running/scales.py'),
                                               'himalaya_hest.running.scales._chat_medium': ( 'running/scales.html#_chat_medium',
                                                                                              'himalaya_hest/running/scales.py'),
+                                              'himalaya_hest.running.scales._chat_small': ( 'running/scales.html#_chat_small',
+                                                                                            'himalaya_hest/running/scales.py'),
                                               'himalaya_hest.running.scales.energy_training': ( 'running/scales.html#energy_training',
                                                                                                 'himalaya_hest/running/scales.py'),
                                               'himalaya_hest.running.scales.evaluation_schedule': ( 'running/scales.html#evaluation_schedule',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ADAPTER_DEFAULTS', 'EWC_DEFAULTS', 'TRAINING_DEFAULTS', 'UNSEARCHED', 'USUAL', 'FOUNDING_TRAINING', 'FOUNDING_RIVALS',
-           'FOUNDING_EWC', 'searched_defaults', 'start_training', 'training_defaults']
+           'FOUNDING_EWC', 'SEARCHED', 'searched_defaults', 'start_training', 'training_defaults']
 
 # %% ../../nbs/adapters/02_defaults.ipynb #5118a998
 import json
@@ -47,7 +47,7 @@ USUAL = dict(warmup_ratio=.1, adam_beta1=.9, adam_beta2=.999) # transformers' be
 
 # %% ../../nbs/adapters/02_defaults.ipynb #069680b4
 _GATED = ("hest", "hest:published", "tabs", "bhsp", "spectral", "int8", "random-mask", "depth-mask")
-FOUNDING_TRAINING = { # at other scales than mini
+FOUNDING_TRAINING = { # at scales without searches
     "himalaya": _OF_UNIT_VECTORS, # rates of unit vectors and gains, which follow the width
     "himalaya:published": dict(learning_rate=2e-4, weight_decay=1e-3),
     "himalaya:published_gain": dict(learning_rate=2e-4, weight_decay=1e-3),
@@ -55,6 +55,7 @@ FOUNDING_TRAINING = { # at other scales than mini
 } | dict.fromkeys(_GATED, dict(learning_rate=3e-5, weight_decay=.01, adam_beta2=.95))
 FOUNDING_RIVALS = dict(learning_rate=1e-4, weight_decay=0.)
 FOUNDING_EWC = dict(strength=.4)
+SEARCHED = ("mini", "small") # scales with searches of their own
 
 # %% ../../nbs/adapters/02_defaults.ipynb #faba6315
 def _of_adapter(table, adapter, preset, otherwise):
@@ -65,6 +66,7 @@ def _of_adapter(table, adapter, preset, otherwise):
 
 @lru_cache
 def _searched():
+    "Scale → adapter → what its search found."
     found = files("himalaya_hest")/"data"/"searched.json"
     return json.loads(found.read_text(encoding="utf-8"))
 
@@ -72,32 +74,34 @@ def _searched():
 def searched_defaults(
     adapter: str, # name of an adapter, with or without "+ewc"
     preset: str = "default", # form of the method
-    scale: str = "mini", # mini, medium, full
+    scale: str = "mini", # mini, small, medium, full
 ) -> dict[str, dict]: # "training", "ewc", "adapter_config" → what was found; empty: there was none
-    """The best setting of the search on the development world, which is of the mini scale; at the
-    others the founding λ."""
+    """The best setting of the scale's search, on development rows; at scales without searches the
+    founding λ."""
     _, with_ewc = parse_adapter(adapter)
-    if scale == "mini": found = _of_adapter(_searched(), adapter, preset, {})
-    else: found = dict(ewc=FOUNDING_EWC) if with_ewc else {}
+    founding = dict(ewc=FOUNDING_EWC) if with_ewc else {}
+    found = (_of_adapter(_searched()[scale], adapter, preset, {}) if scale in SEARCHED
+             else founding)
     return {group: dict(found.get(group, {})) for group in ("training", "ewc", "adapter_config")}
 
 # %% ../../nbs/adapters/02_defaults.ipynb #bd50efd7
 def start_training(
     adapter: str, # name of an adapter, with or without "+ewc"
     preset: str = "default", # form of the method
-    scale: str = "mini", # mini, medium, full
+    scale: str = "mini", # mini, small, medium, full
 ) -> dict: # learning_rate, weight_decay, warmup_ratio, adam_beta1, adam_beta2
-    """Where a search starts; for methods without an entry a rate between LoRA's two, at other scales
-    than mini the founding one."""
+    """Where a search starts; for methods without an entry a rate between LoRA's two, at scales
+    without searches the founding one."""
     table, otherwise = (
-        (TRAINING_DEFAULTS, UNSEARCHED) if scale == "mini" else (FOUNDING_TRAINING, FOUNDING_RIVALS)
+        (TRAINING_DEFAULTS, UNSEARCHED) if scale in SEARCHED
+        else (FOUNDING_TRAINING, FOUNDING_RIVALS)
     )
     return USUAL | _of_adapter(table, adapter, preset, otherwise)
 
 def training_defaults(
     adapter: str, # name of an adapter, with or without "+ewc"
     preset: str = "default", # form of the method
-    scale: str = "mini", # mini, medium, full
+    scale: str = "mini", # mini, small, medium, full
 ) -> dict: # learning_rate, weight_decay, warmup_ratio, adam_beta1, adam_beta2
     "What was searched, before what was not."
     found = searched_defaults(adapter, preset, scale)["training"]

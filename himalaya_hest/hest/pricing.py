@@ -103,14 +103,15 @@ def _warn_unpriced():
 @patch
 def price_loss(self: BudgetHooks,
     named: dict, # arguments of the backbone's forward
-    output, # of a training pass; tuple, or with a `loss`
+    output, # of a training pass; tuple, with a `loss`, or a tensor alone
 ):
     "The output with the budget's term in its loss, where no hooks drive and there is a loss."
     self.in_loss, labels = 0., named.get("labels")
     # an adapter without a price, such as one without gates
     if self.driven or not (self.budget.price or self.budget.dual_rate): return output
     self.watch_steps()
-    loss = output[0] if isinstance(output, tuple) else output.loss
+    # a model that is no language model gives its tensor alone
+    loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     if labels is None or loss is None:
         self.unpriced = True
         return output

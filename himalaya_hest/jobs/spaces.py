@@ -10,7 +10,7 @@ __all__ = ['LR', 'DECAY', 'BETA2', 'LAMBDA', 'TAU', 'ALPHA', 'FACTORS', 'FOUNDIN
 import math
 from dataclasses import asdict
 
-from ..adapters.defaults import start_training
+from ..adapters.defaults import SEARCHED, start_training
 from ..adapters.names import parse_adapter
 from ..running.parameters import RunConfig
 from ..running.resolve import resolve
@@ -87,14 +87,14 @@ _BATCHES = {
 def _usual_space(scale, study, rate):
     "What every rival is searched by that has no entry of its own."
     energy = study != "continual25"
-    if scale == "mini": return {LR: _log(1e-4, 5e-2, rate), BETA2: _USUAL[BETA2]}
+    if scale in SEARCHED: return {LR: _log(1e-4, 5e-2, rate), BETA2: _USUAL[BETA2]}
     return {LR: _log(1e-5, 5e-4, rate)} | _BATCHES if energy else dict(FOUNDING[""])
 
 # %% ../../nbs/jobs/01_spaces.ipynb #c745968d
 def search_space(
     adapter: str, # name of an adapter
     preset: str = "default", # form of the method
-    scale: str = "mini", # mini; at any other scale the founding spaces
+    scale: str = "mini", # at scales without searches the founding spaces
     study: str = "continual25", # whose founding space
 ) -> dict: # parameter → {low, high, log, start} or {choices, start}
     "What is searched for an adapter."
@@ -102,13 +102,13 @@ def search_space(
     # the search starts at the rate of a run that is not searched
     rate = (start_training(adapter, preset, scale)
             | energy_training(adapter, preset, scale, study))["learning_rate"]
-    if method in GATED or (study != "continual25" and scale != "mini"):
+    if method in GATED or (study != "continual25" and scale not in SEARCHED):
         return _usual_space(scale, "energy", rate) | GATED.get(method, {})
     # a preset of ours has a space of its own
     name = f"{method}:{preset}" if preset != "default" else adapter.lower()
-    table = SPACES if scale == "mini" else FOUNDING
+    table = SPACES if scale in SEARCHED else FOUNDING
     if name in table: return dict(table[name])
-    strength = _EWC if scale == "mini" else {LAMBDA: _log(*FOUNDING_LAMBDA, .4)}
+    strength = _EWC if scale in SEARCHED else {LAMBDA: _log(*FOUNDING_LAMBDA, .4)}
     return _usual_space(scale, "continual25", rate) | (strength if with_ewc else {})
 
 # %% ../../nbs/jobs/01_spaces.ipynb #e0ab2297

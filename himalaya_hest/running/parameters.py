@@ -250,8 +250,8 @@ class Scaled:
     # send prompts through the tokenizer's chat template; None: in a study of energy where there
     # is one, else no
     chat_template: bool | None = later(None, silent=False)
-    # mini, medium, full: what is left open
-    scale: str = parameter("mini", OneOf(("mini", "medium", "full")))
+    # mini, small, medium, full: what is left open
+    scale: str = parameter("mini", OneOf(("mini", "small", "medium", "full")))
 
 # %% ../../nbs/running/01_parameters.ipynb #ad22f1db
 PROTOCOLS = ("sequential", "single", "zero_shot", "joint", "replay")

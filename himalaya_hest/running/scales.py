@@ -17,6 +17,13 @@ SCALES = { # what a scale gives to parameters that were left open
         training=dict(max_train_rows=400, bf16=False, gradient_checkpointing=False),
         evaluation=dict(max_eval_rows=50, final_eval_rows=None, per_device_eval_batch_size=128),
     ),
+    "small": dict(
+        model="HuggingFaceTB/SmolLM2-135M-Instruct", stream="small10", dtype="auto",
+        quantisation="none", search=dict(stream="small3_dev"),
+        training=dict(
+            max_train_rows=400, max_length=256, bf16=False, gradient_checkpointing=False),
+        evaluation=dict(max_eval_rows=50, final_eval_rows=150, per_device_eval_batch_size=50),
+    ),
     "medium": dict(
         model="Qwen/Qwen2.5-0.5B", stream="continual25_medium", dtype="bfloat16",
         quantisation="none", search=dict(stream="continual25_dev"),
@@ -33,6 +40,7 @@ SCALES = { # what a scale gives to parameters that were left open
 
 # %% ../../nbs/running/02_scales.ipynb #eaa3ea2c
 REVISIONS = {  # commits of the scales' backbones on the hub
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "12fd25f77366fa6b3b4b768ec3050bf629380bac",
     "Qwen/Qwen2.5-0.5B": "060db6499f32faf8b98477b0a26969ef7d8b9987",
     "NousResearch/Llama-2-7b-hf": "8efe6c9b93655b934e27bd9981e3ec13e55aee9d",
     "Qwen/Qwen2.5-7B-Instruct": "a09a35458c702b33eeacc393d103063234e8bc28",
@@ -48,6 +56,15 @@ _CHAT_TRAINING = dict(
     max_length=4096, lr_scheduler_type="cosine", per_device_train_batch_size=4,
     gradient_accumulation_steps=8,
 )
+
+def _chat_small(stream, training, new_tokens):
+    "A study of energy on a chat model that two processor cores can train."
+    return dict(
+        chat_template=True, stream=stream, search=dict(stream=f"{stream}_dev"),
+        training=dict(per_device_train_batch_size=4, gradient_accumulation_steps=2) | training,
+        evaluation=dict(max_eval_rows=150, per_device_eval_batch_size=10),
+        energy=dict(max_samples=50, latency_samples=20, latency_new_tokens=new_tokens),
+    )
 
 def _chat_medium(stream, new_tokens):
     "A study of energy on a small chat model."
@@ -79,6 +96,7 @@ STUDIES = { # what a study gives beyond its scale, to parameters that were left 
     "continual25": {s: {} for s in SCALES},
     "cnndm": {
         "mini": _MINI_ENERGY | dict(stream="mini_cnndm", search=dict(stream="mini_cnndm_dev")),
+        "small": _chat_small("cnndm", dict(max_length=512), 64),
         "medium": _chat_medium("cnndm", 128),
         "full": _chat_full(
             "cnndm", 300_000, dict(num_beams=4),
@@ -86,6 +104,7 @@ STUDIES = { # what a study gives beyond its scale, to parameters that were left 
     },
     "lra": {
         "mini": _MINI_ENERGY | dict(stream="mini_listops", search=dict(stream="mini_listops_dev")),
+        "small": _chat_small("lra_text", dict(max_length=1024), 4),
         "medium": _chat_medium("lra_text", 4),
         "full": _chat_full(
             "lra_text", 100_000, {}, dict(latency_new_tokens=4, latency_batch_sizes=[1, 4])),
