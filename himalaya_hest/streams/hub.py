@@ -19,8 +19,9 @@ from fastcore.basics import patch
 from .sources import (
     capped, digest_of, load_json, LocalSource, MiniSource, save_json, Source)
 from .files import bytes_digest
-from .hub_files import (
-    ask_hub, ask_snapshot, ELSEWHERE, Files, files_of, folder_name, hub_place, Snapshot)
+from himalaya_hest.streams.hub_files import (
+    ask_hub, ask_snapshot, ELSEWHERE, Files, files_of, folder_name, hub_place, Snapshot,
+    split_names)
 from himalaya_hest.streams.hub_rows import (
     POOL_BYTES, POOL_ROWS, HubRows, cap_of, download, other_tables, parquet_tables, pool_groups,
     write_rows
@@ -239,6 +240,7 @@ class HubSource(Source):
         return {"repo": found.repo, "revision": found.revision, "commit": found.commit}
     def ask(self, task, call): return ask_hub(call, task, self.cache_dir, self.waits_s)
     def where(self, task, split): return f"{hub_place(task)}, split '{split}'"
+    def splits(self, task): return split_names(task, self.snapshot(task))
     def numbered_rows(self, task, split, max_rows=None):
         return super().numbered_rows(capped(task, split, max_rows), split, max_rows)
 
@@ -319,7 +321,7 @@ def get_source(
     name: str, # mini, local or hub
     data_dir: str | None = None, # local: the folder with one folder a task
     world: str | None = None, # mini: main (the default) or dev
-    cache_dir: str = ".cache", # hub: folder of what was downloaded
+    cache_dir: str = ".cache", # folder of what was downloaded, and of where listed rows stand
 ) -> Source:
     "A source by name; an error that names the way out for one that is unknown or incomplete."
     # only the folder can be missing: the world and the cache have defaults
@@ -330,7 +332,7 @@ def get_source(
                 "source 'local' needs data_dir, the folder that holds one folder a task, "
                 "such as data_dir/rte/train.jsonl"
             )
-        return LocalSource(data_dir)
+        return LocalSource(data_dir, cache_dir)
     if name == "hub": return HubSource(cache_dir)
     raise ValueError(
         f"unknown source {name!r}{nearest(name, SOURCES)}; known are {', '.join(SOURCES)}"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'ELSEWHERE', 'BUSY', 'NO_ROOM', 'NOT_OURS', 'PLAIN', 'hub_place', 'folder_name', 'disk_error', 'hub_error',
-           'ask_hub', 'Snapshot', 'ask_snapshot', 'split_files', 'Files', 'files_of']
+           'ask_hub', 'Snapshot', 'ask_snapshot', 'split_files', 'Files', 'split_names', 'files_of']
 
 # %% ../../nbs/streams/11_hub_files.ipynb #4d435ec9
 import errno
@@ -354,6 +354,20 @@ class Files:
 # %% ../../nbs/streams/11_hub_files.ipynb #75c8abcf
 _SPLITS = {} # what `split_files` found, a pure function of a commit
 
+def _configs(task): return task.config if isinstance(task.config, tuple) else (task.config,)
+
+def _found(task, snapshot, config):
+    key = (snapshot.repo, snapshot.commit, snapshot.revision, config)
+    if key not in _SPLITS: _SPLITS[key] = split_files(snapshot, config, hub_place(task))
+    return _SPLITS[key]
+
+def split_names(
+    task: Task, # a task
+    snapshot: Snapshot, # its repository
+) -> list[str]: # as its first configuration has them
+    "The splits that a repository has for a task."
+    return list(_found(task, snapshot, _configs(task)[0])[2])
+
 def files_of(
     task: Task, # a task
     snapshot: Snapshot, # its repository
@@ -363,12 +377,8 @@ def files_of(
     `ValueError` naming the splits there are."""
     # in the order of the stream file, which is the order of the rows
     names, at = [], hub_place(task)
-    for config in (task.config if isinstance(task.config, tuple) else (task.config,)):
-        key = (snapshot.repo, snapshot.commit, snapshot.revision, config)
-        kind, options, splits = (
-            _SPLITS[key] if key in _SPLITS
-            else _SPLITS.setdefault(key, split_files(snapshot, config, at))
-        )
+    for config in _configs(task):
+        kind, options, splits = _found(task, snapshot, config)
         if split not in splits:
             raise ValueError(
                 f"{at}: no split '{split}'"

@@ -197,6 +197,7 @@ def cap_of(
     "The cap under which a split may be read in part."
     roles = [role for role, expression in task.splits.items()
              if split_rows(expression, 0)[0] == split]
-    if not roles or task.language_prefixes or any("[" in task.splits[r] for r in roles): return None
+    if not roles or task.rows or task.language_prefixes: return None
+    if any("[" in task.splits[r] for r in roles): return None
     caps = [task.max_train_rows if r == "train" else task.max_eval_rows for r in roles]
     return None if None in caps else max(caps)

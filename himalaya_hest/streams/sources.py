@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['json_bytes', 'digest_of', 'syntax_digest', 'save_json', 'load_json', 'spread', 'RowView', 'capped', 'split_of',
-           'Source', 'LocalSource', 'mini_world_digest', 'MiniSource', 'examples_of', 'with_label_noise', 'noise_rate']
+           'Source', 'ListedRows', 'LocalSource', 'mini_world_digest', 'MiniSource', 'examples_of', 'with_label_noise',
+           'noise_rate']
 
 # %% ../../nbs/streams/09_sources.ipynb #7f543a69
 import ast
@@ -24,10 +25,11 @@ from uuid import uuid4
 
 from fastcore.basics import patch
 
+from ..ground.quiet import waiting
 from .files import bytes_digest, find_split, open_split
-from .stream import WORLDS
+from .stream import WORLDS, WRITE_ROWS
 from .task_keys import split_rows
-from .tasks import Example, language_of, Task
+from .tasks import Example, language_of, row_digest, Task
 from .templates import nearest
 
 # %% ../../nbs/streams/09_sources.ipynb #674a3bec
@@ -152,6 +154,7 @@ class Source:
     """Rows of tasks. A subclass gives `read`, and where it can be cheaper or clearer `fingerprint`
     and `where`."""
     name = "source"
+    cache_dir = None # where it is kept at which places listed rows stand; None: nowhere
     def read(self, task: Task, split: str):
         "All rows under the data's own name of a split: a sequence of (number from 1, row)."
         raise NotImplementedError(f"{type(self).__name__} has no `read`")
@@ -168,6 +171,10 @@ class Source:
         h = hashlib.sha256()
         for pair in self.read(task, split): h.update(json_bytes(pair))
         return h.hexdigest()
+    def splits(self, task: Task) -> list[str]:
+        "The data's own names of splits in which listed rows are looked for."
+        named = [split_rows(e, 0)[0] for e in task.splits.values()]
+        return list(dict.fromkeys([*named, *(task.rows or ())]))
     def rows(self, task: Task, split: str, max_rows: int | None = None) -> list[dict]:
         "The rows alone, in a list."
         return [row for _, row in self.numbered_rows(task, split, max_rows)]
@@ -181,7 +188,7 @@ def numbered_rows(self: Source,
 ): # sequence of (row number in the data from 1, row)
     "The rows of a split after slice, language and caps; `ValueError` where nothing is left."
     name, own_cap = split_of(task, split)
-    rows, where = self.read(task, name), self.where(task, name)
+    rows, where = self.chosen_rows(task, name), self.where(task, name)
     kept = split_rows(task.splits[split], len(rows))[1]
     if task.language_prefixes is not None:
         kept = array("q", (i for i in kept if _language(task, where, *rows[i]) is not None))
@@ -190,14 +197,104 @@ def numbered_rows(self: Source,
     cap = min((c for c in (own_cap, max_rows) if c is not None), default=None)
     return RowView(rows, array("q", (kept[i] for i in spread(len(kept), cap))) if cap else kept)
 
+# %% ../../nbs/streams/09_sources.ipynb #0d111389
+class ListedRows:
+    "Rows in the order of a list: a sequence of (number in the list from 1, row)."
+    def __init__(self,
+        splits: dict, # split of the data → its rows
+        places: list, # pairs (split, position)
+    ):
+        self.splits, self.places = splits, places
+    def __len__(self) -> int: return len(self.places)
+    def __getitem__(self, i: int) -> tuple[int, dict]:
+        split, at = self.places[i]
+        return i + 1, self.splits[split][at][1]
+
+@patch
+def chosen_rows(self: Source,
+    task: Task, # whose rows
+    split: str, # the data's own name of a split
+): # sequence of (number from 1, row)
+    "The rows that the task's list names, or all of them where it has none."
+    if task.rows is None: return self.read(task, split)
+    note = self.places(task, split)
+    return ListedRows({s: self.read(task, s) for s in note["splits"]}, note["places"])
+
+# %% ../../nbs/streams/09_sources.ipynb #3ad80b61
+@patch
+def places(self: Source,
+    task: Task, # with `rows`
+    split: str, # a split of its list
+) -> dict: # splits: name → fingerprint, of what was read; places: pairs (split, position)
+    "Where listed rows stand; `ValueError` where the list has no such split or the data not all."
+    wanted = _listed(task, split)
+    reads = ("kind", "prompt", "target", "labels", "no_answer", "tokens", "repo", "config",
+             "revision")
+    key = digest_of(self.name, split, wanted, [getattr(task, f) for f in reads])
+    path = self.cache_dir and (
+        Path(self.cache_dir).expanduser() / "rows" / f"{task.name}-{split}-{key[:40]}.places.json"
+    )
+    note = load_json(path) if path else None
+    if note is None or note.keys() != {"splits", "places"} or any(
+        self.fingerprint(task, s) != known for s, known in note["splits"].items()
+    ):
+        note = _found(self, task, split, wanted)
+        if path: save_json(path, note)
+    return note
+
+@patch
+def chosen_fingerprint(self: Source, task: Task, split: str) -> str:
+    "The fingerprint of a split, or of a list and of all that was read for it."
+    if task.rows is None: return self.fingerprint(task, split)
+    return digest_of(_listed(task, split), self.places(task, split)["splits"])
+
+# %% ../../nbs/streams/09_sources.ipynb #53bfbc93
+def _listed(task, split):
+    if split in task.rows: return task.rows[split]
+    raise ValueError(
+        f"task '{task.name}': its stream's file of `rows` lists no split '{split}'"
+        f"{nearest(split, task.rows)}; it lists {', '.join(task.rows)}. "
+        f"Name one of them under `splits`, or {WRITE_ROWS}"
+    )
+
+def _found(source, task, split, wanted):
+    asked, found, read = set(wanted), {}, {}
+    there = source.splits(task)
+    names = [split] * (split in there or not there) + [s for s in there if s != split]
+    for name in names:
+        rows = source.read(task, name)
+        read[name] = source.fingerprint(task, name)
+        seen = waiting(rows, f"{task.name}: looking for listed rows in {name}", len(rows))
+        for i, (_, row) in enumerate(seen):
+            if (digest := _digest_or_none(task, row)) in asked: found.setdefault(digest, (name, i))
+            if len(found) == len(asked): break
+        if len(found) == len(asked): break
+    else: raise ValueError(_not_found(source, task, split, wanted, found, names))
+    return dict(splits=read, places=[list(found[d]) for d in wanted])
+
+# %% ../../nbs/streams/09_sources.ipynb #698088c3
+def _digest_or_none(task, row):
+    try: return row_digest(task, row)
+    except (LookupError, RecursionError): return None
+
+def _not_found(source, task, split, wanted, found, names):
+    return (
+        f"{source.where(task, split)}: {len(wanted) - len(found)} of the {len(wanted)} rows that "
+        f"are listed for task '{task.name}', split '{split}', are not in the data "
+        f"({', '.join(names)}). Read the data set that the list was made of, at its `revision` and "
+        "with its prompt, target and labels; or list rows of your data: "
+        f"name a file of your own under `rows`, and {WRITE_ROWS}"
+    )
+
 # %% ../../nbs/streams/09_sources.ipynb #1a3eb4da
 class LocalSource(Source):
     "Rows from `data_dir/<task>/<split>.jsonl` (or .json, .csv, .parquet, or saved by datasets)."
     name = "local"
     def __init__(self,
         data_dir, # folder with one folder a task
+        cache_dir=None, # where it is kept at which places listed rows stand; None: nowhere
     ):
-        self.data_dir, self.known = Path(data_dir).expanduser(), {}
+        self.data_dir, self.known, self.cache_dir = Path(data_dir).expanduser(), {}, cache_dir
     def path(self, task, split): return find_split(self.data_dir / task.name, split)
     def read(self, task, split): return open_split(self.path(task, split))
     def fingerprint(self, task, split):
@@ -206,6 +303,13 @@ class LocalSource(Source):
     def where(self, task, split):
         try: return str(self.path(task, split))
         except ValueError: return str(self.data_dir / task.name / split)
+    def splits(self, task):
+        folder = self.data_dir / task.name
+        names = {p.name.split(".")[0] for p in folder.iterdir()} if folder.is_dir() else ()
+        return [n for n in sorted(names) if self.has(task, n)]
+    def has(self, task, split):
+        try: return bool(self.path(task, split))
+        except ValueError: return False
 
 # %% ../../nbs/streams/09_sources.ipynb #2760634b
 @lru_cache(maxsize=None)

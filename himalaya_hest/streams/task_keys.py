@@ -46,7 +46,7 @@ TASK_KEYS = dict(
 )
 STREAM_KEYS = dict(
     name="text", source="text", world="text", tasks="list", extends="text", first="count",
-    only="texts", splits="map", max_train_rows="count",
+    only="texts", splits="map", max_train_rows="count", rows="text",
 )
 REQUIRED = ("name", "kind", "languages", "instruction", "prompt", "target", "metric")
 

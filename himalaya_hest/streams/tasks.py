@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'SPLITS', 'GROUPS', 'label_text', 'entity_spans', 'Example', 'Task', 'labels_for_metric', 'format_row',
-           'instruction_of', 'mixed_seed', 'deciding_fields', 'target_of', 'language_of', 'scored_as']
+           'instruction_of', 'mixed_seed', 'deciding_fields', 'target_of', 'language_of', 'row_digest', 'scored_as']
 
 # %% ../../nbs/streams/02_tasks.ipynb #908879d9
+import base64
 import hashlib
 import re
 from dataclasses import asdict, dataclass, field, replace
@@ -101,6 +102,9 @@ class Task:
     # no key of a file (`streams/18_instructions`)
     instructions: tuple[str, ...] | None = None
     byte_level: bool = False # the prompt is spelled byte by byte
+    # split of the data → digests of the rows that are read, in this order; None: all rows;
+    # no key of a task (a stream names the file)
+    rows: dict | None = field(default=None, repr=False)
 
 # %% ../../nbs/streams/02_tasks.ipynb #7708aec2
 def labels_for_metric(
@@ -171,7 +175,8 @@ def deciding_fields(
     "The fields of a task that decide about texts and scores, for digests."
     added_later = {"tests": None, "instructions": None, "byte_level": False}
     return {k: v for k, v in asdict(task).items()
-            if k != "train_rows" and (k not in added_later or v != added_later[k])}
+            if k not in ("train_rows", "rows")
+            and (k not in added_later or v != added_later[k])}
 
 # %% ../../nbs/streams/02_tasks.ipynb #8ba1b4f9
 def target_of(
@@ -232,6 +237,16 @@ def language_of(
             f"language {code!r} is none of the task's languages {list(task.languages)}"
         )
     return code
+
+# %% ../../nbs/streams/02_tasks.ipynb #b4d1d1a9
+def row_digest(
+    task: Task, # the task
+    row: dict, # one row
+) -> str: # 8 characters
+    "What tells a row from all others of its data; `LookupError` for a row that does not fit."
+    texts = (fill(task.prompt, row), *target_of(task, row)[1])
+    words = "\0".join(" ".join(t.split()) for t in texts)
+    return base64.urlsafe_b64encode(hashlib.sha256(words.encode()).digest()[:6]).decode()
 
 # %% ../../nbs/streams/02_tasks.ipynb #9e96806a
 def scored_as(

@@ -150,13 +150,13 @@ def open_arrow(
 class SplitDigest:
     "`digest_of(fields, split, rows, texts)` of a task's split, fed row by row."
     def __init__(self, task: Task, split: str, folder: Path | None = None):
-        self.hash, self.n_rows = hashlib.sha256(), 0
+        self.hash, self.n_rows, self.listed = hashlib.sha256(), 0, task.rows is not None
         self.hash.update(json_bytes(_world_fields(task)) + b"\n" + json_bytes(split) + b"\n[")
         self.texts = tempfile.SpooledTemporaryFile(2 ** 16, dir=folder)
     def add(self, row: dict, e: Example) -> None:
         "The next row, and its text."
         between = b", " if self.n_rows else b""
-        self.hash.update(between + json_bytes(row))
+        if not self.listed: self.hash.update(between + json_bytes(row))
         text = [e.instruction, e.prompt, e.target, e.references, e.language]
         self.texts.write(between + json_bytes(text + [e.tests] * bool(e.tests)))
         self.n_rows += 1
@@ -181,7 +181,7 @@ def note_path(
     cache_dir, # folder of the cache
 ) -> Path: # a JSON file
     "The file of a split's note; its name holds all that the note depends on."
-    found = source.fingerprint(capped(task, split, max_rows), split_of(task, split)[0])
+    found = source.chosen_fingerprint(capped(task, split, max_rows), split_of(task, split)[0])
     key = digest_of(code_digest(), _world_fields(task), split, max_rows, source.name, found)
     return Path(cache_dir).expanduser() / "rows" / f"{task.name}-{split}-{key[:40]}.json"
 
