@@ -88,11 +88,14 @@ def device_at(
     adapter: str, # its name
     costs: dict | None = None, # None: the packaged ones
 ) -> Device:
-    "A CPU that reaches such rates: the host's costs are LoRA's, those of a task the adapter's."
-    layers = cpu_device("lora", costs)
-    own = {k: getattr(cpu_device(adapter, costs), k) for k in ("row_s", "task_s", "task_steps")}
+    """A CPU that reaches such rates: the host's costs of a layer are LoRA's, and who grows slots or
+    counts Fisher information does so for as many steps as on a card."""
+    layers, own = cpu_device("lora", costs), cpu_device(adapter, costs)
+    works = adapter.startswith("himalaya") or "+ewc" in adapter
     return replace(
-        layers, name=rates.name, flops=rates.flops, bandwidth=rates.bandwidth, **own)
+        layers, name=rates.name, flops=rates.flops, bandwidth=rates.bandwidth,
+        row_s=own.row_s, task_s=own.task_s,
+        task_steps=Device.task_steps if works else own.task_steps)
 
 # %% ../../nbs/running/09_costs.ipynb #6c1f0a30
 def packaged_rates(
