@@ -14,7 +14,7 @@ import numpy as np
 
 from .pairs import Grid, grid_of, method_of
 from himalaya_hest.compare.standings import (
-    aucs, chance_row, column, group_scores, known_table, MAIN_PAIRS, mean_of, on_same_pairs,
+    aucs, chance_row, column, final_mean, group_scores, known_table, MAIN_PAIRS, mean_of, on_same_pairs,
     one_method, paired_table
 )
 from ..ground.table import Table
@@ -124,7 +124,7 @@ def _worded_row(method, kind, runs, base):
     return dict(method=method, instructions=kind, n=len(runs)) | {
         "AUC": float(np.mean(values)), "min": min(values), "max": max(values),
         **on_same_pairs(auc, aucs(base) if kind != "own" else {}),
-        "final": mean_of(runs, "average_accuracy"),
+        "final": final_mean(runs),
         "just learned": mean_of(runs, "just_learned_accuracy"),
         "forgotten": mean_of(runs, "average_forgetting"),
     }
