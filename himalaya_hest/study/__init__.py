@@ -19,4 +19,5 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.study", {
     "claims": "claims_table who_wins",
     "energy_claims": "energy_claims_table energy_findings",
     "quoted": "load_quoted quoted_table",
+    "arena": "arena_table learnable_table not_learnable",
 })
