@@ -5109,6 +5109,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                     'himalaya_hest/running/training.py'),
                                                 'himalaya_hest.running.training.pass_through': ( 'running/training.html#pass_through',
                                                                                                  'himalaya_hest/running/training.py'),
+                                                'himalaya_hest.running.training.plain_attention': ( 'running/training.html#plain_attention',
+                                                                                                    'himalaya_hest/running/training.py'),
                                                 'himalaya_hest.running.training.step_key': ( 'running/training.html#step_key',
                                                                                              'himalaya_hest/running/training.py'),
                                                 'himalaya_hest.running.training.steps_of_task': ( 'running/training.html#steps_of_task',
