@@ -141,7 +141,8 @@ def search_runs(
     return config.n_trials + (s["finalists"] + 1) * (s["pairs"] - 1)
 
 # %% ../../nbs/running/10_plan.ipynb #db869012
-def _longest_row(config, shape): return min(config.training["max_length"] or MAX_LENGTH, shape.context)
+def _longest_row(config, shape):
+    return min(config.training["max_length"] or MAX_LENGTH, shape.context)
 
 def _hours(of, loads, device):
     "Expected, and at most."
