@@ -171,9 +171,7 @@ def measured_rates(
     size = numbers * kind.itemsize
     copies = math.ceil(READ_BYTES / size)
     many = layer + [w.clone() for _ in range(copies - 1) for w in layer]
-    bandwidth = copies * size / least_seconds(reading_products(many))
-    threads = torch.get_num_threads()
-    return Rates(flops, bandwidth, f"this CPU, {threads} thread{'s' * (threads > 1)}")
+    return Rates(flops, copies * size / least_seconds(reading_products(many)), "this CPU")
 
 # %% ../../nbs/running/09_costs.ipynb #41953e6f
 def kept_activations(

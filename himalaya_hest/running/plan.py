@@ -10,6 +10,8 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 
+import torch
+
 from himalaya_hest.running.costs import (
     Backbone, Device, Rates, cpu_device, device_at, devices, measured_rates, memory_parts,
     packaged_rates, seconds, step_flops,
@@ -139,7 +141,8 @@ def search_runs(
     return config.n_trials + (s["finalists"] + 1) * (s["pairs"] - 1)
 
 # %% ../../nbs/running/10_plan.ipynb #db869012
-def _longest_row(config, shape): return min(config.training["max_length"] or MAX_LENGTH, shape.context)
+def _longest_row(config, shape):
+    return min(config.training["max_length"] or MAX_LENGTH, shape.context)
 
 def _hours(of, loads, device):
     "Expected, and at most."
@@ -184,11 +187,12 @@ def _measured(plan):
     c, batch = plan.config, plan.config.training["per_device_train_batch_size"]
     tokens = batch * max(longest(x.lengths, batch) for x in plan.loads)
     rates = measured_rates(plan.of.shape, c.dtype, tokens)
+    threads, kind = torch.get_num_threads(), "bfloat16" if c.dtype == "bfloat16" else "float32"
     return rates, (
-        f"this CPU was measured just now, by products of the backbone's widths in "
-        f"{'float32' if c.dtype == 'auto' else c.dtype}: {rates.flops / 1e9:.0f} billion operations "
-        f"a second, weights read at {rates.bandwidth / 1e9:.1f} GB/s; with OMP_NUM_THREADS it is "
-        "measured, and runs, with another number of threads"
+        f"this CPU was measured just now, by products of the backbone's widths in {kind} on "
+        f"{threads} thread{'s' * (threads > 1)} (OMP_NUM_THREADS names another number): "
+        f"{rates.flops / 1e9:.0f} billion operations a second, weights read at "
+        f"{rates.bandwidth / 1e9:.1f} GB/s"
     )
 
 # %% ../../nbs/running/10_plan.ipynb #7d2e1b42
