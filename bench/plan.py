@@ -2,6 +2,7 @@
 it has not seen.
 
     python bench/plan.py calibrate          # small steps of random models -> himalaya_hest/data/cpu_costs.json
+    python bench/plan.py rates              # products and memory at larger widths -> the same file
     python bench/plan.py check                        # whole runs, predicted and measured -> records/bench/plan.json
     python bench/plan.py lengths DATA_DIR   # characters a row of local data -> himalaya_hest/data/lengths.json
 
@@ -59,18 +60,18 @@ def timed_run(parameters):
     """Processor seconds of a run by parts: training (steps), evaluation, rest; the loads, and the
     tokens that were really generated."""
     from himalaya_hest.jobs.run import run_continual
-    from himalaya_hest.running import lessons, loop
-    spent, kept = dict(training=0., evaluation=0.), (loop.train_task, loop.evaluate)
+    from himalaya_hest.running import lessons, loop, training
+    spent, kept = dict(training=0., evaluation=0.), (training.train_task, loop.evaluate)
     def clock(part, function, *args, **kw):
         start = time.process_time()
         try: return function(*args, **kw)
         finally: spent[part] += time.process_time() - start
-    loop.train_task = partial(clock, "training", kept[0])
+    training.train_task = partial(clock, "training", kept[0])
     loop.evaluate = lessons.evaluate = partial(clock, "evaluation", kept[1])
     start = time.process_time()
     try: record = run_continual(parameters, quiet=True)
     finally:
-        loop.train_task, loop.evaluate = kept
+        training.train_task, loop.evaluate = kept
         lessons.evaluate = kept[1]
     return spent | dict(rest=time.process_time() - start - sum(spent.values())), record
 
@@ -168,7 +169,9 @@ def calibrate(args):
                 print(points[-1], flush=True)
             costs[adapter] = fitted(seen)
             print(adapter, costs[adapter], flush=True)
-    out = dict(command="OMP_NUM_THREADS=1 python bench/plan.py calibrate",
+    known = json.loads((DATA/"cpu_costs.json").read_text(encoding="utf-8"))
+    # rates of larger backbones have a command of their own
+    out = dict(rates=known["rates"], command="OMP_NUM_THREADS=1 python bench/plan.py calibrate",
         machine=platform.machine(), torch=torch.__version__,
         costs={a: {k: float(f"{v:.4g}") for k, v in c.items()} for a, c in costs.items()},
         points=points)
@@ -271,11 +274,24 @@ def lengths(args):
     )
 
 
+def rates(args):
+    "Rates of a large backbone's products and memory, as a plan measures them on its own machine."
+    from himalaya_hest.running.costs import measured_rates
+    from himalaya_hest.running.shapes import model_config, shape_of
+    shape, path = shape_of(model_config("Qwen/Qwen2.5-0.5B")), DATA/"cpu_costs.json"
+    found = {d: {k: float(f"{v:.3g}") for k, v in measured_rates(shape, d, 512).items()}
+             for d in ("float32", "bfloat16")}
+    costs = json.loads(path.read_text(encoding="utf-8")) | dict(rates=found)
+    path.write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
+    print(found)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sub = parser.add_subparsers(required=True)
-    for name, function in (("calibrate", calibrate), ("check", check), ("lengths", lengths)):
+    for name, function in (("calibrate", calibrate), ("rates", rates), ("check", check),
+            ("lengths", lengths)):
         p = sub.add_parser(name); p.set_defaults(run=function)
         if name == "lengths": p.add_argument("data_dir", type=Path)
     args = parser.parse_args()
