@@ -279,8 +279,10 @@ def rates(args):
     from himalaya_hest.running.costs import measured_rates
     from himalaya_hest.running.shapes import model_config, shape_of
     shape, path = shape_of(model_config("Qwen/Qwen2.5-0.5B")), DATA/"cpu_costs.json"
-    found = {d: {k: float(f"{v:.3g}") for k, v in vars(measured_rates(shape, d, 512)).items()}
-             for d in ("float32", "bfloat16")}
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        r = measured_rates(shape, dtype, 512)
+        found[dtype] = {k: float(f"{getattr(r, k):.3g}") for k in ("flops", "bandwidth")}
     costs = json.loads(path.read_text(encoding="utf-8")) | dict(rates=found)
     path.write_text(json.dumps(costs, indent=1) + "\n", encoding="utf-8")
     print(found)
