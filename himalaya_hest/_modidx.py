@@ -6466,6 +6466,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                            'himalaya_hest/trainer/scores.py'),
                                               'himalaya_hest.trainer.scores.as_evaluation': ( 'trainer/scores.html#as_evaluation',
                                                                                               'himalaya_hest/trainer/scores.py'),
+                                              'himalaya_hest.trainer.scores.check_stop': ( 'trainer/scores.html#check_stop',
+                                                                                           'himalaya_hest/trainer/scores.py'),
                                               'himalaya_hest.trainer.scores.metric_of': ( 'trainer/scores.html#metric_of',
                                                                                           'himalaya_hest/trainer/scores.py'),
                                               'himalaya_hest.trainer.scores.scores_of': ( 'trainer/scores.html#scores_of',

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..streams.batching import Collator, stop_ids
 from ..hest.costs import JOULES_PER_MULTIPLY_ADD, MODELLED, ForwardCost
-from .evaluation import EvaluationTask, evaluation_batches, generate_batch
+from .evaluation import EvaluationTask, evaluation_batches, generate_batch, stopping
 from ..hest.shell import record_states
 from ..measures.energy import Meter, find_meter, measure_interleaved, measure_window
 from ..adapters.registry import Adapter
@@ -83,7 +83,10 @@ class CostCounter:
     def begin(self,
         samples: list[int], # of the rows of the next generation
         num_beams: int = 1,
-    ) -> None: self.samples, self.over = np.repeat(samples, num_beams), None
+        stopping: list = (), # of criteria that end an answer beside `ends`
+    ) -> None:
+        self.samples, self.over, self.said = np.repeat(samples, num_beams), None, None
+        self.stopping = stopping
 
 # %% ../../nbs/running/18_energy.ipynb #156406f6
 @patch
@@ -120,8 +123,10 @@ def _seen(self: CostCounter, model, args, kwargs, output):
     attended = _attended(ids, kwargs.get("attention_mask"), n_keys)
     keys, counted = attended.cumsum(1)[:, -n:], attended[:, -n:]
     # decoding: a row that has ended is counted no more
+    self.said = ids if n_keys == n or self.said is None else torch.cat([self.said, ids], 1)
     if n_keys > n:
         ended = torch.isin(ids, self.ends.to(ids.device)).any(1)
+        for has_ended in self.stopping: ended = ended | has_ended(self.said, None)
         self.over = ended if self.over is None else self.over | ended
         counted = counted & ~self.over[:, None]
     # the head sees only the tokens whose logits were asked for
@@ -216,7 +221,9 @@ def count_answers(
     at_once, wanted = batch_size if num_beams == 1 else 1, {(0, j) for j in range(n)}
     with CostCounter(adapter, cost, n, stop_ids(tokenizer), extra, longest) as counter:
         for batch in evaluation_batches([task], at_once, tokenizer, wanted):
-            counter.begin([j for _, j in batch["rows"]], num_beams)
+            # beams that have ended are read no more, and others are no rows of their own
+            ends = stopping(batch, tokenizer) if num_beams == 1 else ()
+            counter.begin([j for _, j in batch["rows"]], num_beams, ends)
             answer_batch(adapter, batch, tokenizer, num_beams)
     return counter.costs, counter.use if counter.gated else None
 

@@ -29,7 +29,7 @@ from .position import (
     Position, check_known, last_number, restore_position, task_mark)
 from .rows import TaskRows, chat_of, encode_rows
 from .scores import (
-    ContinualScores, answers_of, as_evaluation, metric_of, scores_of)
+    ContinualScores, answers_of, as_evaluation, check_stop, metric_of, scores_of)
 from .settings import (
     check_arguments, given_or_own, method_defaults, steps_asked, training_of)
 
@@ -45,6 +45,7 @@ class LearnedTask:
     max_new_tokens: int # of an answer
     metric: str # a name in `measures.text.METRICS`
     labels: tuple | None = None # for label_accuracy
+    stop: str = "end" # where an answer ends: end or line
     held_back: EvaluationTask | None = None # rows that were given for its evaluation
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #3c5bfc7d
@@ -124,16 +125,17 @@ def train(self: ContinualTrainer, *args, **kwargs):
     raise TypeError("ContinualTrainer learns task by task: trainer.learn(name, rows)")
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #2d0945ac
-def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens):
+def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, stop):
     "The encoded rows of a new task, and the task without its held-back rows."
     if name in trainer.tasks:
         raise ValueError(f"task {name!r} was learned already: a stream has each name once")
     encoded = encode_rows(name, rows, trainer.processing_class, instruction,
                           trainer.max_length, max_new_tokens)
+    check_stop(stop, encoded)
     found, names = metric_of(encoded.answers)
     task = LearnedTask(
         name, instruction, encoded.form, encoded.max_new_tokens, metric or found,
-        tuple(labels) if labels is not None else names if metric in (None, found) else None)
+        tuple(labels) if labels is not None else names if metric in (None, found) else None, stop)
     return encoded, task
 
 def _hold_back(trainer, task, rows):
@@ -143,7 +145,7 @@ def _hold_back(trainer, task, rows):
     if held.form != task.form:
         raise ValueError(f"held-back rows of task {task.name!r} are {held.form}, "
                          f"its training rows {task.form}")
-    return as_evaluation(held, task.metric, task.labels)
+    return as_evaluation(held, task.metric, task.labels, task.stop)
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #c8d3293a
 @patch
@@ -155,10 +157,11 @@ def learn(self: ContinualTrainer,
     metric: str | None = None, # by which answers are judged; None: see `trainer.scores`
     labels=None, # label texts, for label_accuracy; None: those of the rows
     max_new_tokens: int | None = None, # of an answer; None: what the longest one needs
+    stop: str = "end", # where an answer ends: at the end token alone, or with its first "line"
 ) -> TrainOutput: # global_step, training_loss, metrics
     """Learn one task more. Raises ValueError for a name that was learned, rows that are none, and
     FloatingPointError after five steps in a row without a finite loss or gradient."""
-    rows, task = _known(self, name, rows, instruction, metric, labels, max_new_tokens)
+    rows, task = _known(self, name, rows, instruction, metric, labels, max_new_tokens, stop)
     if eval_rows is not None: task.held_back = _hold_back(self, task, eval_rows)
     place, state = len(self.tasks), None
     training = training_of(self.args, self.own, self.steps_of(rows), num_processes())
@@ -252,5 +255,5 @@ def answer(self: ContinualTrainer,
     if known.form == "chat": rows = [dict(messages=chat_of(*r)) for r in rows]
     length = max_new_tokens or known.max_new_tokens
     asked = encode_rows(task, rows, self.processing_class, known.instruction, self.max_length, length)
-    return answers_of(self.adapter, as_evaluation(asked, "rouge_l"), known.form,
+    return answers_of(self.adapter, as_evaluation(asked, "rouge_l", stop=known.stop), known.form,
                       self.processing_class, self.args.per_device_eval_batch_size)
