@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import TrainOutput
 
-from ..bridge.card import describe
+from ..bridge.facts import describe
 from ..bridge.own_loop import tasks_begun
 from ..ground.hooks import HookList, StreamHooks
 from ..ground.processes import num_processes
@@ -103,6 +103,7 @@ def _begin(trainer, max_length):
     log.info("%s: %s where TrainingArguments say nothing", trainer.adapter.name,
              given_or_own(args, trainer.own))
     trainer.tasks, trainer.position, trainer.unfinished = {}, Position(), None
+    trainer.before = describe(model) # an adapter that was loaded has learned tasks already
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(
             args.gradient_checkpointing_kwargs or dict(use_reentrant=False))
@@ -192,11 +193,15 @@ def steps_of(self: ContinualTrainer,
 def tell_card(self: ContinualTrainer) -> None:
     "What a saved adapter's model card says of tasks and scores."
     known = self.position.learned[:len(self.tasks)]
-    last = self.position.scores[len(known) - 1]
+    last, before = self.position.scores[len(known) - 1], self.before
+    rows = {m["name"]: m["rows"] for m in known}
+    # scores of before are those of an adapter that had not learned these tasks
     describe(
-        self.model, tasks=[m["name"] for m in known], rows={m["name"]: m["rows"] for m in known},
+        self.model, tasks=[*(t for t in before.tasks if t not in rows), *rows],
+        rows=before.rows | rows,
         scores={n: m["score"] for n, m in last.items()}, metric="score on held-back rows",
-        chat_template=any(t.form == "chat" for t in self.tasks.values()))
+        chat_template=bool(before.chat_template)
+        or any(t.form == "chat" for t in self.tasks.values()))
 
 @patch
 def scored(self: ContinualTrainer,
