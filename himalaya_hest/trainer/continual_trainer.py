@@ -27,7 +27,7 @@ from .attached import adapter_of
 from .lesson import Lesson
 from .position import (
     Position, check_known, last_number, restore_position, task_mark)
-from .rows import TaskRows, chat_of, encode_rows
+from .rows import TaskRows, chat_of, encode_rows, tell_cut_rows
 from .scores import (
     ContinualScores, answers_of, as_evaluation, check_stop, metric_of, scores_of)
 from .settings import (
@@ -133,6 +133,7 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
     encoded = encode_rows(name, rows, trainer.processing_class, instruction,
                           trainer.max_length, max_new_tokens)
     check_stop(stop, encoded)
+    tell_cut_rows(encoded)
     found, names = metric_of(encoded.answers)
     task = LearnedTask(
         name, instruction, encoded.form, encoded.max_new_tokens, metric or found,
