@@ -130,12 +130,12 @@ def laid_out(
     max_new_tokens: int, # of the answer
 ) -> dict: # input_ids, labels, prompt_mask, instruction_mask; prompt_cut, target_cut
     "One training row; a prompt without room loses its middle, an answer keeps its stop token."
-    # an answer that is cut must still learn to end
     said = answer if len(answer) <= max_new_tokens else [*answer[:max_new_tokens - 1], answer[-1]]
     room = max_length - max_new_tokens
     if room < 1:
         raise ValueError(f"no room for a prompt: an answer takes up to {max_new_tokens} tokens, "
                          f"and max_length is {max_length}: raise it, or lower max_new_tokens")
+    # what is left of a prompt keeps its marks
     kept = cut_middle(list(zip(prompt, marked)), room)
     n, a = len(kept), len(said)
     return dict(
