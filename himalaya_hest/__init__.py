@@ -57,7 +57,7 @@ _NAMES = { # module → what it gives to the face
     "running.resolve": "resolve",
     "running.run_files": "load_config",
     "running.plan": "make_plan",
-    "bridge.card": "describe",
+    "bridge.facts": "describe",
     "bridge.own_loop": "learning",
     "trainer.continual_trainer": "ContinualTrainer",
     "trainer.scores": "ContinualScores",

@@ -14,8 +14,8 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.bridge", {
     "shell": "PairCore ShellConfig ShellModel",
     "properties": "state_faults use_faults",
     "prompt": "RoutedCore",
+    "facts": "describe",
     "saved": "check_adapter load_adapter save_adapter",
     "own_loop": "hooks_of learning tasks_begun",
     "routed": "RoutedModel",
-    "card": "describe",
 })

@@ -25,6 +25,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from peft.utils.peft_types import PeftType
 from torch import nn
 
+from .facts import keep_facts, recall_facts
 from .header import (
     backbone_facts, check_record, known_class, read_json, read_record, read_tensors, write_record)
 from .settings import LARGEST, made_config
@@ -208,9 +209,10 @@ def guard_saving(save, model, *args, **kwargs):
             "are saved as safetensors only, since a pickle can run code when it is opened")
     out = save(*args, **kwargs)
     # PEFT puts "default" into the folder itself; one process writes
-    for n in names if given["is_main_process"] else []:
+    for n in chosen if given["is_main_process"] else []:
         folder = Path(given["save_directory"], "" if n == "default" else n)
-        write_record(folder, model.get_base_model())
+        if n in names: write_record(folder, model.get_base_model())
+        keep_facts(model, n, folder/SAFETENSORS_WEIGHTS_NAME)
     return out
 
 # %% ../../nbs/bridge/08_saved.ipynb #c2e5c287
@@ -221,7 +223,12 @@ def guard_loading(load, model, *args, **kwargs):
     options = given.get("kwargs", {}) | dict(key_mapping=given["key_mapping"])
     known = _CHECKED.get() or of_peft(model_id, config, options)
     if not known: check_adapter(given.get("model", model), model_id, given["adapter_name"], config, options)
-    with _checked(None if known else model_id): return load(*args, **kwargs)
+    with _checked(None if known else model_id): out = load(*args, **kwargs)
+    # a pickle of PEFT's own methods has no header
+    with contextlib.suppress(ValueError):
+        file = find_file(model_id, SAFETENSORS_WEIGHTS_NAME, options)
+        recall_facts(out if isinstance(out, PeftModel) else model, given["adapter_name"], file)
+    return out
 
 # %% ../../nbs/bridge/08_saved.ipynb #1955a388
 def guard_auto(load, cls, *args, **kwargs):

@@ -19,6 +19,7 @@ class RunParser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         for word, after in zip(args or [], [*(args or [])[1:], ""]):
             if word.startswith("--"): self._check_option(*word.partition("=")[::2], after)
+            if word == "-p": self.error(f"-p is papermill's; here it is NAME=VALUE: {after}=...")
         return super().parse_known_args(args, namespace)
     def _check_option(self, option, value, after):
         from himalaya_hest.running.run_files import full_name
@@ -60,6 +61,12 @@ plan_parser = _parser_of_runs(
     "seconds are measured. Nothing is loaded, downloaded or written."
 )
 
+# %% ../../nbs/cli/01_runs.ipynb #c1a0000e
+def _resolved(parameters, **kw):
+    from himalaya_hest.ground.quiet import telling
+    from himalaya_hest.running.resolve import resolve
+    with telling("loading PyTorch, transformers and PEFT"): return resolve(parameters, **kw)
+
 # %% ../../nbs/cli/01_runs.ipynb #4df81528
 def run(
     arguments: list[str], # of the command line
@@ -67,13 +74,12 @@ def run(
 ) -> int: # exit status
     "A run, as `python -m himalaya_hest.jobs.run` makes it."
     given = run_parser(called).parse_args(arguments).given
-    from himalaya_hest.running.resolve import resolve
     from himalaya_hest.running.run_files import make_results_dir, read_arguments
     parameters = read_arguments(given)
     if not parameters.get("dry_run"):
         make_results_dir(str(parameters.get("results_dir") or "."), keep=False)
     # what a run still waits for, a dry run says
-    resolve(parameters, later=[])
+    _resolved(parameters, later=[])
     from himalaya_hest.jobs.run import main
     return main(given, called)
 
@@ -84,9 +90,8 @@ def fetch(
 ) -> int: # exit status
     "Fill the cache of a run, and print how many rows each task has."
     given = fetch_parser(called).parse_args(arguments).given
-    from himalaya_hest.running.resolve import resolve
     from himalaya_hest.running.run_files import read_arguments
-    config = resolve(read_arguments(given))
+    config = _resolved(read_arguments(given))
     from himalaya_hest.running.data import fetch_data
     from himalaya_hest.running.shapes import model_folder
     # the rows, task by task
@@ -108,10 +113,9 @@ def plan(
 ) -> int: # exit status
     "The plan of a run, as `python -m himalaya_hest.running.plan` prints it."
     given = plan_parser(called).parse_args(arguments).given
-    from himalaya_hest.running.resolve import resolve
     from himalaya_hest.running.run_files import read_arguments
     parameters = read_arguments(given)
-    resolve(parameters, later=[])
+    _resolved(parameters, later=[])
     from himalaya_hest.running.plan import make_plan, plan_text, with_cpu
     print(plan_text(with_cpu(make_plan(parameters))))
     return 0
@@ -133,7 +137,6 @@ def search_parser(called, **further):
 # %% ../../nbs/cli/01_runs.ipynb #c1a00009
 def _searching(a): # what was parsed
     "The run whose settings are searched."
-    from himalaya_hest.running.resolve import resolve
     from himalaya_hest.running.run_files import read_arguments
     given = read_arguments(a.given)
     # refused before anything is searched, since a search takes hours
@@ -148,7 +151,7 @@ def _searching(a): # what was parsed
             f"--trials {n}, mode {given.get('mode', 'full')!r}: no setting would be searched; "
             "give --trials a number above 0, and leave out mode=trial"
         )
-    return resolve(given)
+    return _resolved(given)
 
 # %% ../../nbs/cli/01_runs.ipynb #c1a0000b
 def _trial_table(config, found):

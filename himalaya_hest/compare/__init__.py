@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.compare", {
     "questions": "fairness_table grouped_table target_table",
     "charts": "Chart",
     "figures": "retained_curve run_charts run_report score_matrix",
-    "method_figures": "method_bars pair_chart retained_bands",
+    "method_figures": "chance_curve curves_of method_bars pair_chart retained_bands",
     "evaluate": "comparison_charts comparison_tables evaluate_runs",
     "explorer": "browse read_folders",
     "slots": "himalaya_report",

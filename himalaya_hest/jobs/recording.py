@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from ..bridge.facts import describe
 from ..bridge.saved import save_adapter
 from himalaya_hest.ground.processes import (
     as_only_process, check_same, followed, is_main_process, Leading, num_processes,
@@ -69,6 +70,7 @@ def _concluded(run, found, tracker):
     for info in record["task_info"]:
         if cut := run.cut_labels.get(info["name"]): info["cut_labels"] = list(cut)
     if run.config.protocol not in ("single", "zero_shot"):
+        _tell_card(run)
         save_adapter(run.adapter.model, run.folder/"adapter")
         # a record that says finished never stands beside files that a power cut has emptied
         sync_tree(run.folder/"adapter")
@@ -81,6 +83,15 @@ def _concluded(run, found, tracker):
     log.info("finished in %.1f s: %s", record["summary"]["wall_s"],
              {k: record["summary"][k] for k in shown})
     return record
+
+# %% ../../nbs/jobs/08_recording.ipynb #5c2e8a0c
+def _tell_card(run):
+    p = run.position
+    scores = p.final or (p.scores[-1] if p.scores else {})
+    describe(
+        run.adapter.model, tasks=list(run.order), rows={n: len(run.data[n].train) for n in run.order},
+        scores={n: s["score"] for n, s in scores.items()}, metric="score at the end of the stream",
+        chat_template=hasattr(run.tokenizer, "chat"))
 
 # %% ../../nbs/jobs/08_recording.ipynb #fecfd220
 def _streamed(config, quiet, hooks, on_task, tracker, process):

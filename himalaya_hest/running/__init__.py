@@ -19,7 +19,7 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.running", {
     "training": "train_task",
     "early_stopping": "EarlyStopping",
     "evaluation": "evaluate generate_answers",
-    "energy": "answer_batch count_answers",
+    "energy": "count_answers",
     "backbone": "load_backbone load_tokenizer",
     "data": "fetch_data load_tasks",
     "continual_run": "ContinualRun begin_run",

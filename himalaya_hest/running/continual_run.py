@@ -17,7 +17,7 @@ import torch
 from ..adapters.registry import build_adapter
 from ..ground.hooks import HookList
 from ..ground.processes import main_first
-from ..ground.quiet import drawn_here
+from ..ground.quiet import drawn_here, telling
 from ..hest.costs import forward_cost
 from ..measures.energy import find_meter
 from .backbone import load_backbone
@@ -108,8 +108,9 @@ class ContinualRun:
 def _load_model(run):
     "The backbone, and the tokenizer as the run asks for it."
     c = run.config
-    run.model, tokenizer, run.backbone = load_backbone(
-        c.model, c.model_revision, c.dtype, c.quantisation)
+    with telling(f"loading {c.model}"):
+        run.model, tokenizer, run.backbone = load_backbone(
+            c.model, c.model_revision, c.dtype, c.quantisation)
     run.tokenizer = as_asked(tokenizer, c.chat_template)
     if run.tokenizer.chat_template and not getattr(run.tokenizer, "chat", None):
         log.info(

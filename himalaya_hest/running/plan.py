@@ -260,6 +260,7 @@ def _work_lines(plan):
     most = "at most " * _reuses(plan.config, plan.of)
     card = " on each card" * (t["num_processes"] > 1)
     parts = ", ".join(f"{k} {v / 1e9:.2f}" for k, v in plan.memory.items())
+    need, held = sum(plan.memory.values()), plan.memory["weights"]
     return [
         ("steps",
          f"{plan.steps:,} of {rows} rows; {_many(n['training'])} tokens, "
@@ -269,7 +270,8 @@ def _work_lines(plan):
          f"{_many(n['answers'])} written, {plan.flops['evaluation']:.1e} operations"),
         ("adapter",
          f"{adapter.trained:,} parameters in training, {adapter.state / 1e6:.3f} MB between tasks"),
-        ("memory", f"{sum(plan.memory.values()) / 1e9:.1f} GB at most{card}: {parts}"),
+        ("memory", f"{need / 1e9:.1f} GB at most{card}, "
+                   f"{(need - held) / 1e9:.1f} beside the weights: {parts}"),
     ]
 
 # %% ../../nbs/running/10_plan.ipynb #b8c17a2f

@@ -9,7 +9,7 @@ __all__ = ['CHECKS', 'TASK_KEYS', 'STREAM_KEYS', 'REQUIRED', 'check_keys', 'chec
 # %% ../../nbs/streams/03_task_keys.ipynb #9af8acfe
 import re
 
-from .tasks import GROUPS, KINDS, SPLITS, Task
+from .tasks import GROUPS, KINDS, SPLITS, STOPS, Task
 from .templates import brief, brief_key, nearest, parse_template
 
 # %% ../../nbs/streams/03_task_keys.ipynb #0435e3ad
@@ -43,6 +43,7 @@ TASK_KEYS = dict(
     tokens="text", repo="text", config="text or texts", revision="text", splits="map",
     max_train_rows="count", max_eval_rows="count", max_new_tokens="count", label_noise="share",
     group="text", shared_instruction="text", tests="text", train_rows="count", byte_level="truth",
+    stop="text",
 )
 STREAM_KEYS = dict(
     name="text", source="text", world="text", tasks="list", extends="text", first="count",
@@ -138,7 +139,7 @@ def make_task(
     "A checked task; `ValueError` naming the key that is wrong."
     task = Task(**check_keys(given, TASK_KEYS, REQUIRED, where))
     for key, value, known in (("kind", task.kind, KINDS), ("metric", task.metric, metric_names()),
-                              ("group", task.group, GROUPS)):
+                              ("group", task.group, GROUPS), ("stop", task.stop, STOPS)):
         check_known(key, value, known, where)
     _check_templates(task, where)
     fits_together(task, where)
@@ -181,7 +182,8 @@ def fits_together(
     where: str, # file and task, for messages
 ) -> None:
     "`ValueError` where a key makes no sense beside another one."
-    for check in (_check_labels, _check_tests, _check_languages, _check_splits): check(task, where)
+    for check in (_check_labels, _check_stop, _check_tests, _check_languages, _check_splits):
+        check(task, where)
 
 def _check_labels(task, where):
     # labels are compared without case and outer blanks, so they must differ in more
@@ -195,6 +197,13 @@ def _check_labels(task, where):
         raise ValueError(
             f"{where}, key 'label_noise': only for tasks whose target is one of `labels`"
         )
+
+# %% ../../nbs/streams/03_task_keys.ipynb #5b1d7e04
+def _check_stop(task, where):
+    words = [*(task.labels or ()), task.no_answer or ""]
+    if task.stop == "line" and (long := [w for w in words if "\n" in w.strip()]):
+        raise ValueError(f"{where}, key 'stop': with `line` an answer ends with its first line, "
+                         f"and {long[0]!r} has more than one line; leave it out")
 
 # %% ../../nbs/streams/03_task_keys.ipynb #646d0fe2
 def _check_tests(task, where):

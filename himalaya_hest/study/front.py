@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..compare.charts import Chart, DARK, MIDDLE, new_figure, plain_axes
-from ..compare.method_figures import _chance_curve, _curves_of
+from ..compare.method_figures import chance_curve, curves_of
 from ..compare.standings import main_table
 from ..ground.table import Table
 from ..measures.records import read_grid
@@ -57,14 +57,14 @@ def front_chart(
     "Mean score over all tasks seen after each task, a line a method."
     lines = front_lines(records)
     x = np.arange(1, len(records[0]["tasks"]) + 1)
-    curves = {m: _curves_of(records, x)[m].mean(0) for m in lines}
+    curves = {m: curves_of(records, x)[m].mean(0) for m in lines}
     figure, ((axes,),) = new_figure(7.6, 3.5)
     plain_axes(axes)
     for m, y in curves.items():
         _, color, width = FRONT[m]
         axes.plot(x, y, color=color, linewidth=width, zorder=width)
     # what every method has to be above
-    chance = _chance_curve(records, x)
+    chance = chance_curve(records, x)
     axes.plot(x, chance, color="#9aa3ad", linewidth=1, linestyle=(0, (2, 2)))
     ends = _apart([*(y[-1] for y in curves.values()), chance[-1]])
     for m, at in zip(curves, ends):

@@ -44,8 +44,13 @@ def adapter_of(
     seed: int = 0, # of EWC's sampled labels
 ) -> Adapter:
     """The adapter of a model as a run knows one. `TypeError` for a model without an adapter,
-    `ValueError` for EWC beside a method that it has nothing to protect in."""
+    `ValueError` for one that learns virtual tokens, and for EWC beside a method that it has nothing
+    to protect in."""
     name = method_of(model) + "+ewc" * bool(ewc)
+    if model.active_peft_config.is_prompt_learning:
+        raise ValueError(f"{name} learns virtual tokens and puts nothing at the backbone's "
+                         "weights, where a stream's hooks act: attach another method, such as "
+                         "LoraConfig")
     parse_adapter(name)
     beside = ({} if ewc is True else ewc) if ewc else None
     out = hooked(name, model, tokenizer, beside, seed, backbone_names(model))

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import TrainOutput
 
-from ..bridge.card import describe
+from ..bridge.facts import describe
 from ..bridge.own_loop import tasks_begun
 from ..ground.hooks import HookList, StreamHooks
 from ..ground.processes import num_processes
@@ -27,9 +27,9 @@ from .attached import adapter_of
 from .lesson import Lesson
 from .position import (
     Position, check_known, last_number, restore_position, task_mark)
-from .rows import TaskRows, chat_of, encode_rows
+from .rows import TaskRows, chat_of, encode_rows, tell_cut_rows
 from .scores import (
-    ContinualScores, answers_of, as_evaluation, metric_of, scores_of)
+    ContinualScores, answers_of, as_evaluation, check_stop, metric_of, scores_of)
 from .settings import (
     check_arguments, given_or_own, method_defaults, steps_asked, training_of)
 
@@ -45,6 +45,7 @@ class LearnedTask:
     max_new_tokens: int # of an answer
     metric: str # a name in `measures.text.METRICS`
     labels: tuple | None = None # for label_accuracy
+    stop: str = "end" # where an answer ends: end or line
     held_back: EvaluationTask | None = None # rows that were given for its evaluation
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #3c5bfc7d
@@ -102,6 +103,7 @@ def _begin(trainer, max_length):
     log.info("%s: %s where TrainingArguments say nothing", trainer.adapter.name,
              given_or_own(args, trainer.own))
     trainer.tasks, trainer.position, trainer.unfinished = {}, Position(), None
+    trainer.before = describe(model) # an adapter that was loaded has learned tasks already
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(
             args.gradient_checkpointing_kwargs or dict(use_reentrant=False))
@@ -124,16 +126,18 @@ def train(self: ContinualTrainer, *args, **kwargs):
     raise TypeError("ContinualTrainer learns task by task: trainer.learn(name, rows)")
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #2d0945ac
-def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens):
+def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, stop):
     "The encoded rows of a new task, and the task without its held-back rows."
     if name in trainer.tasks:
         raise ValueError(f"task {name!r} was learned already: a stream has each name once")
     encoded = encode_rows(name, rows, trainer.processing_class, instruction,
                           trainer.max_length, max_new_tokens)
+    check_stop(stop, encoded)
+    tell_cut_rows(encoded)
     found, names = metric_of(encoded.answers)
     task = LearnedTask(
         name, instruction, encoded.form, encoded.max_new_tokens, metric or found,
-        tuple(labels) if labels is not None else names if metric in (None, found) else None)
+        tuple(labels) if labels is not None else names if metric in (None, found) else None, stop)
     return encoded, task
 
 def _hold_back(trainer, task, rows):
@@ -143,7 +147,7 @@ def _hold_back(trainer, task, rows):
     if held.form != task.form:
         raise ValueError(f"held-back rows of task {task.name!r} are {held.form}, "
                          f"its training rows {task.form}")
-    return as_evaluation(held, task.metric, task.labels)
+    return as_evaluation(held, task.metric, task.labels, task.stop)
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #c8d3293a
 @patch
@@ -155,10 +159,11 @@ def learn(self: ContinualTrainer,
     metric: str | None = None, # by which answers are judged; None: see `trainer.scores`
     labels=None, # label texts, for label_accuracy; None: those of the rows
     max_new_tokens: int | None = None, # of an answer; None: what the longest one needs
+    stop: str = "end", # where an answer ends: at the end token alone, or with its first "line"
 ) -> TrainOutput: # global_step, training_loss, metrics
     """Learn one task more. Raises ValueError for a name that was learned, rows that are none, and
     FloatingPointError after five steps in a row without a finite loss or gradient."""
-    rows, task = _known(self, name, rows, instruction, metric, labels, max_new_tokens)
+    rows, task = _known(self, name, rows, instruction, metric, labels, max_new_tokens, stop)
     if eval_rows is not None: task.held_back = _hold_back(self, task, eval_rows)
     place, state = len(self.tasks), None
     training = training_of(self.args, self.own, self.steps_of(rows), num_processes())
@@ -189,11 +194,15 @@ def steps_of(self: ContinualTrainer,
 def tell_card(self: ContinualTrainer) -> None:
     "What a saved adapter's model card says of tasks and scores."
     known = self.position.learned[:len(self.tasks)]
-    last = self.position.scores[len(known) - 1]
+    last, before = self.position.scores[len(known) - 1], self.before
+    rows = {m["name"]: m["rows"] for m in known}
+    # scores of before are those of an adapter that had not learned these tasks
     describe(
-        self.model, tasks=[m["name"] for m in known], rows={m["name"]: m["rows"] for m in known},
+        self.model, tasks=[*(t for t in before.tasks if t not in rows), *rows],
+        rows=before.rows | rows,
         scores={n: m["score"] for n, m in last.items()}, metric="score on held-back rows",
-        chat_template=any(t.form == "chat" for t in self.tasks.values()))
+        chat_template=bool(before.chat_template)
+        or any(t.form == "chat" for t in self.tasks.values()))
 
 @patch
 def scored(self: ContinualTrainer,
@@ -252,5 +261,5 @@ def answer(self: ContinualTrainer,
     if known.form == "chat": rows = [dict(messages=chat_of(*r)) for r in rows]
     length = max_new_tokens or known.max_new_tokens
     asked = encode_rows(task, rows, self.processing_class, known.instruction, self.max_length, length)
-    return answers_of(self.adapter, as_evaluation(asked, "rouge_l"), known.form,
+    return answers_of(self.adapter, as_evaluation(asked, "rouge_l", stop=known.stop), known.form,
                       self.processing_class, self.args.per_device_eval_batch_size)
