@@ -1,7 +1,7 @@
 """What a training step of each method costs beside that of LoRA-8 on the same sites, on a small
 pretrained model held in bfloat16 and real rows.
 
-    OMP_NUM_THREADS=1 python bench/small_steps.py MODEL DATA   # folders: the model; task/train.jsonl
+    OMP_NUM_THREADS=1 python bench/small_steps.py MODEL DATA # two folders; DATA/task/train.jsonl
 
 Each method sits on modules of its own over the same weights, with its adapter in float32, has
 learned one task of two steps through the hooks of a stream, and is inside its second: penalties and
