@@ -48,12 +48,13 @@ def _rows_as_there(name, weight, c):
     if heads is None: return weight
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
-def _add_weights(writer, model, quantisation):
+def _add_weights(writer, model, quantisation, without):
     from gguf import MODEL_ARCH, GGMLQuantizationType, get_tensor_name_map, quantize
     from gguf.constants import GGML_QUANT_SIZES
     kind, c = GGMLQuantizationType[quantisation], model.config
     known = get_tensor_name_map(MODEL_ARCH.LLAMA, c.num_hidden_layers)
     for name, p in model.named_parameters():
+        if name in without: continue
         w = _rows_as_there(name, p.detach().float(), c).contiguous().numpy()
         # what is no whole number of blocks stays as it is
         held = kind if p.ndim > 1 and w.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else "F32"
@@ -68,6 +69,7 @@ def write_gguf(
     tokenizer, # of byte-level BPE
     quantisation: str = "F32", # F16, BF16, Q8_0, Q4_1, ...
     architecture: str = "llama", # another one only as a lie
+    without: tuple = (), # names of parameters that are left out
     **metadata: str, # more texts, with _ in place of each dot: general_repo_url
 ) -> Path:
     "A model as a GGUF file."
@@ -77,7 +79,7 @@ def write_gguf(
     for key, value in metadata.items(): writer.add_string(key.replace("_", ".", 1), value)
     _add_shape(writer, model.config)
     _add_words(writer, tokenizer)
-    _add_weights(writer, model, quantisation)
+    _add_weights(writer, model, quantisation, without)
     for write in ("header", "kv_data", "tensors"): getattr(writer, f"write_{write}_to_file")()
     writer.close()
     return Path(path)
