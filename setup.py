@@ -9,7 +9,7 @@ parser = ConfigParser(delimiters=["="])
 parser.read(here / "settings.ini", encoding="utf-8")
 cfg = parser["DEFAULT"]
 readme = here / "README.md"
-extras = {"search": ("optuna",), "grid": ("submitit",), "wandb": ("wandb",), "nf4": ("bitsandbytes",), "notebooks": ("papermill", "jupyterlab", "ipykernel", "ipywidgets")}
+extras = {"search": ("optuna",), "grid": ("submitit",), "wandb": ("wandb",), "nf4": ("bitsandbytes",), "gguf": ("gguf",), "notebooks": ("papermill", "jupyterlab", "ipykernel", "ipywidgets")}
 
 setup(
     name=cfg["lib_name"],

@@ -10,17 +10,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..measures.programs import check_platform
+from .gguf_file import gguf_path, read_gguf
 from .names import plain_name
 from .parameters import SILENT, RunConfig
 from ..streams.stream import load_stream
 
 # %% ../../nbs/running/04_checks.ipynb #f05f15fa
 def _check_model(cfg):
-    if cfg.model_revision and (cfg.model == "mini" or Path(cfg.model).expanduser().is_dir()):
+    file = gguf_path(cfg.model)
+    here = file or cfg.model == "mini" or Path(cfg.model).expanduser().is_dir()
+    if cfg.model_revision and here:
         raise ValueError(
             f"parameter model_revision = {cfg.model_revision!r}, but model {cfg.model!r} "
             "is no repository of the hub; leave it empty."
         )
+    # what lies in one file is known before anything of it is loaded
+    if file: read_gguf(cfg.model, cfg.quantisation)
 
 def _check_data_dir(cfg):
     if cfg.source != "local": return

@@ -238,7 +238,7 @@ class Backbone:
     config: RunConfig
     cpu: bool = False
     @property
-    def e(self) -> int: return element_bytes(self.config.dtype, self.cpu)
+    def e(self) -> int: return element_bytes(self.shape, self.config.dtype, self.cpu)
     @property
     def weights(self) -> int: return weight_bytes(self.shape, self.config, self.cpu)
 

@@ -14,6 +14,7 @@ from importlib.resources import files
 from itertools import accumulate
 
 import himalaya_hest.streams.long_world # which registers the twins of the studies of energy
+from .gguf_file import gguf_path, gguf_tokenizer, read_gguf
 from .parameters import RunConfig, micro_batches_of_step
 from .scales import evaluation_schedule
 from .shapes import model_folder
@@ -85,10 +86,9 @@ def sampled_lengths(
 # %% ../../nbs/running/08_loads.ipynb #55242ffa
 def _tokenizer(config):
     from transformers import AutoTokenizer
-    return as_asked(
-        AutoTokenizer.from_pretrained(model_folder(config.model), trust_remote_code=False),
-        config.chat_template,
-    )
+    if gguf_path(config.model): own = gguf_tokenizer(read_gguf(config.model))
+    else: own = AutoTokenizer.from_pretrained(model_folder(config.model), trust_remote_code=False)
+    return as_asked(own, config.chat_template)
 
 def _lengths(task, config, source, tokenizer, max_length):
     "Of the source's own rows where they can be tokenised here."

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 
+from .gguf_file import gguf_path, read_gguf
 from .parameters import MAX_LENGTH, SILENT, RunConfig
 from .scales import BUDGETED
 
@@ -91,9 +92,10 @@ def plain_name(
 
 # %% ../../nbs/running/03_names.ipynb #2a603456
 def known_context(
-    model: str, # "mini", a folder, or a hub repository
+    model: str, # "mini", a folder, a GGUF file, or a hub repository
 ) -> int | None: # tokens
-    "The context of a backbone that lies on this machine as a folder; None where it is not known."
+    "The context of a backbone that lies on this machine; None where it is not known."
+    if gguf_path(model): return read_gguf(model).context
     mini = files("himalaya_hest")/"data"/"mini_llama"
     folder = mini if model == "mini" else Path(model).expanduser()
     try: config = json.loads((folder/"config.json").read_text(encoding="utf-8"))
@@ -103,7 +105,7 @@ def known_context(
 
 # %% ../../nbs/running/03_names.ipynb #aaa79918
 def told_length(
-    model: str, # "mini", a folder, or a hub repository
+    model: str, # "mini", a folder, a GGUF file, or a hub repository
     tokens: int | None, # of a row, as they were asked for
 ) -> int | None:
     """What a run is told of its rows' length: no more than the context, and nothing where it is

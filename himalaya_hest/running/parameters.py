@@ -238,14 +238,15 @@ class Scaled:
     # mini, local or hub; empty: as the stream says
     source: str = parameter("", OneOf(("mini", "local", "hub"), open=True))
     data_dir: str = "" # folder of <task>/{train,validation}.*, for source local
-    # "mini" (the shipped backbone), a folder, or a hub repository; empty: as the scale says
+    # "mini" (the shipped backbone), a folder, a GGUF file, or a hub repository; empty: as the
+    # scale says
     model: str = ""
     # commit of a hub repository; empty: pinned for the backbones of the scales, else the newest
     model_revision: str = later("")
     # of the backbone: none, or nf4 (4 bits, double quantisation); empty: as the scale says
     quantisation: str = later("", OneOf(("none", "nf4"), open=True), silent="none")
-    # of the backbone: float32, bfloat16, auto (its own on a GPU, float32 on a CPU); empty: as the
-    # scale says
+    # of the backbone: float32, bfloat16, auto (its own on a GPU; on a CPU float32, or bfloat16 if it
+    # is large, was published so, and the CPU computes in it); empty: as the scale says
     dtype: str = later("", OneOf(("auto", "float32", "bfloat16"), open=True), silent="auto")
     # send prompts through the tokenizer's chat template; None: in a study of energy where there
     # is one, else no

@@ -20,10 +20,13 @@ from himalaya_hest.running.loads import (
     CHARACTERS_A_TOKEN, all_evaluations, longest, mean, replay_bytes, steps_of, task_loads,
     trained_loads,
 )
+from .gguf_file import gguf_path, read_gguf
 from .parameters import MAX_LENGTH, RunConfig, micro_batches_of_step
 from .resolve import resolve
 from .run_files import exit_status, read_arguments
-from .shapes import adapter_size, model_config, model_folder, shape_of
+from himalaya_hest.running.shapes import (
+    adapter_size, held_dtype, model_config, model_folder, shape_of,
+)
 
 # %% ../../nbs/running/10_plan.ipynb #9a1fbade
 @dataclass
@@ -96,6 +99,17 @@ def _downloads(config, shape, loads):
     return out
 
 # %% ../../nbs/running/10_plan.ipynb #e4fae738
+def _held(of):
+    "The type in which a backbone is held."
+    c, s = of.config, of.shape
+    return held_dtype(c.dtype, s.published, s.parameters, of.cpu)
+
+def _written_out(config, of):
+    "What comes of the weights of a GGUF file."
+    file = read_gguf(config.model)
+    return (f"{file.path.name} has {file.size / 1e9:.2f} GB, most weights in {file.quantisation}; loading "
+            f"dequantises them, {of.weights / 1e9:.2f} GB in {_held(of)} are held from then on")
+
 def _reuses(config, of):
     return of.adapter.keeps_answers and config.protocol in ("sequential", "replay")
 
@@ -116,6 +130,7 @@ def _notes(config, loads, of):
             f"rows kept for replay take about {kept / 1e6:.3f} MB beside the adapter at "
             "the end; steps are counted in the order of the stream's file"
         )
+    if gguf_path(config.model): out.append(_written_out(config, of))
     # the run may be meant for another machine, so that this is no refusal
     if config.quantisation == "nf4" and find_spec("bitsandbytes") is None:
         out.append("bitsandbytes is not installed here")
@@ -241,7 +256,7 @@ def _told_time(h): return f"{h:.1f} h" if h >= 1 else f"{60 * h:.1f} min"
 def _run_lines(plan):
     "What is run on what."
     c, s = plan.config, plan.of.shape
-    held = c.quantisation if c.quantisation != "none" else c.dtype
+    held = c.quantisation if c.quantisation != "none" else _held(plan.of)
     rows = sum(t.rows for t in plan.loads)
     return [
         ("run", c.run_id),

@@ -42,7 +42,7 @@ def versions() -> dict: # package → version
     "Versions of what a run's figures depend on."
     names = (
         "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors",
-        "numpy", "sacrebleu", "rouge-score", "bitsandbytes",
+        "numpy", "sacrebleu", "rouge-score", "bitsandbytes", "gguf",
     )
     out = dict(python=platform.python_version())
     for n in names:

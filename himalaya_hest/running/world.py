@@ -13,6 +13,7 @@ from dataclasses import asdict
 from ..measures.programs import Limits, run_programs
 from .parameters import RunConfig
 from .data import source_of, stream_of
+from .shapes import published_dtype
 from ..streams.instructions import instructions_setting
 from ..streams.sources import digest_of
 from ..streams.tokenised import split_note, world_digest
@@ -52,8 +53,11 @@ def settings_of(
     if chat := getattr(run.tokenizer, "chat", None):
         settings["chat_template"] = hashlib.sha256(repr(chat).encode()).hexdigest()
     if c.allow_code_execution: settings["code_execution"] = asdict(Limits())
+    # auto is told where it came to something else than float32, as if that had been asked for
+    held = published_dtype(run.model.config)
+    dtype = held if c.dtype == "auto" and held != "float32" else c.dtype
     usual = (
-        ("quantisation", c.quantisation, "none"), ("dtype", c.dtype, "auto"),
+        ("quantisation", c.quantisation, "none"), ("dtype", dtype, "auto"),
         ("final_eval_rows", e["final_eval_rows"], None), ("num_beams", e["num_beams"], 1),
     )
     return settings | {k: v for k, v, plain in usual if v != plain}
@@ -90,6 +94,8 @@ def world_of(
     if read := {t.name: r for t in stream.tasks if (r := run.source.revisions(t))}:
         out["revisions"] = read
     # what only some runs have, before the digest, which all have
+    if file := getattr(run.model.config, "gguf", None):
+        out["gguf"] = file | dict(dtype=published_dtype(run.model.config))
     if c.instructions != "own": out |= dict(instructions=c.instructions, base_digest=digest(base))
     if c.training["eval_steps"]:
         out["development"] = development_digest(
