@@ -4831,6 +4831,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
             'himalaya_hest.running.plan': { 'himalaya_hest.running.plan.Plan': ('running/plan.html#plan', 'himalaya_hest/running/plan.py'),
                                             'himalaya_hest.running.plan._counted': ( 'running/plan.html#_counted',
                                                                                      'himalaya_hest/running/plan.py'),
+                                            'himalaya_hest.running.plan._cpu_dtype': ( 'running/plan.html#_cpu_dtype',
+                                                                                       'himalaya_hest/running/plan.py'),
                                             'himalaya_hest.running.plan._downloads': ( 'running/plan.html#_downloads',
                                                                                        'himalaya_hest/running/plan.py'),
                                             'himalaya_hest.running.plan._flops': ( 'running/plan.html#_flops',

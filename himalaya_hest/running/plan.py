@@ -197,12 +197,17 @@ def make_plan(
     )
 
 # %% ../../nbs/running/10_plan.ipynb #7d2e1b41
+def _cpu_dtype(plan):
+    "How a CPU would hold the run's backbone."
+    shape = plan.of.shape
+    return held_dtype(plan.config.dtype, shape.published, shape.parameters, cpu=True)
+
 def _measured(plan):
     "What this CPU reaches with the run's backbone, and a line that says so."
-    c, batch = plan.config, plan.config.training["per_device_train_batch_size"]
+    batch = plan.config.training["per_device_train_batch_size"]
     tokens = batch * max(longest(x.lengths, batch) for x in plan.loads)
-    rates = measured_rates(plan.of.shape, c.dtype, tokens)
-    threads, kind = torch.get_num_threads(), "bfloat16" if c.dtype == "bfloat16" else "float32"
+    kind, threads = _cpu_dtype(plan), torch.get_num_threads()
+    rates = measured_rates(plan.of.shape, kind, tokens)
     return rates, (
         f"this CPU was measured just now, by products of the backbone's widths in {kind} on "
         f"{threads} thread{'s' * (threads > 1)} (OMP_NUM_THREADS names another number): "
@@ -218,7 +223,7 @@ def with_cpu(
     "Hours on a CPU beside those on cards, where they can be told."
     if plan.config.model == "mini" or plan.config.quantisation != "none": return plan
     packaged = "of the CPU that data/cpu_costs.json was measured on, which may not be this one"
-    rates, how = _measured(plan) if measured else (packaged_rates(plan.config.dtype), packaged)
+    rates, how = _measured(plan) if measured else (packaged_rates(_cpu_dtype(plan)), packaged)
     device = device_at(rates, plan.config.adapter)
     for p in filter(None, (plan, plan.trial)): p.hours[device.name] = _hours(p.of, p.loads, device)
     plan.notes.append(how if measured else f"hours on {device.name} are {how}")
