@@ -32,6 +32,7 @@ def gguf_facts(model: nn.Module) -> dict: # file, quantisation and sha256; empty
     "What its configuration says of the GGUF file that its weights came from."
     return getattr(getattr(model, "config", None), "gguf", None) or {}
 
+# %% ../../nbs/bridge/11_card.ipynb #c9b0c2dd
 def backbone_words(model: nn.Module) -> str: # Markdown
     "What backbone an adapter is for."
     of = ""

@@ -86,6 +86,7 @@ def mean_of(runs, key, mean=np.mean) -> float | None:
     "Over the runs that have it; None where none has."
     return float(mean(v)) if (v := column(runs, key)) else None
 
+# %% ../../nbs/compare/03_standings.ipynb #9c44fe80
 def final_score(
     record: dict, # of a run
 ) -> float | None: # share of 1; None where not all tasks were evaluated at the end

@@ -166,7 +166,8 @@ def from_gguf(
     config, # see `gguf_config`
     dtype: torch.dtype, # in which its tensors are written out
 ) -> tuple: # (model, digest)
-    "The model of a GGUF file, as if it had been saved with its weights written out; `ValueError` where some are not there."
+    """The model of a GGUF file, as if it had been saved with its weights written out; `ValueError`
+    where some are not there."""
     from transformers import AutoModelForCausalLM, GgufConfig
     file, whole = read_gguf(name), GgufConfig(dequantize=True)
     config.gguf = file.facts | dict(sha256=file_digest(file.path))
@@ -175,6 +176,7 @@ def from_gguf(
             **at, config=config, dtype=dtype, quantization_config=whole, output_loading_info=True)
     if lacking := sorted(told["missing_keys"]):
         raise ValueError(f"it lacks {len(lacking)} tensors of {type(read).__name__}, {lacking[0]} among them")
+    # a plain model: save_pretrained refuses one that was read from a quantised file
     with without_bars():
         model = type(read).from_pretrained(
             None, config=config, state_dict=read.state_dict(), dtype=dtype)

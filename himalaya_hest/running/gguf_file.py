@@ -124,6 +124,7 @@ def read_gguf(
     "`ValueError` for a file that cannot be a backbone, and for one that is to be held in 4 bits."
     path = gguf_path(name)
     if not path.is_file(): raise ValueError(f"model {name!r} cannot be loaded: there is no such file")
+    # from what costs nothing to what reads the file
     cannot, again = f"model {name!r} cannot be loaded", "get the file again"
     try:
         if (begun := _begins_wrongly(path)) is not None:

@@ -228,6 +228,7 @@ def places(self: Source,
 ) -> dict: # splits: name → fingerprint, of what was read; places: pairs (split, position)
     "Where listed rows stand; `ValueError` where the list has no such split or the data not all."
     wanted = _listed(task, split)
+    # what decides which rows are found; the instruction does not
     reads = ("kind", "prompt", "target", "labels", "no_answer", "tokens", "repo", "config",
              "revision")
     key = digest_of(self.name, split, wanted, [getattr(task, f) for f in reads])
@@ -260,6 +261,7 @@ def _listed(task, split):
 def _found(source, task, split, wanted):
     asked, found, read = set(wanted), {}, {}
     there = source.splits(task)
+    # the split of that name first: a copy may have taken its rows from another one
     names = [split] * (split in there or not there) + [s for s in there if s != split]
     for name in names:
         rows = source.read(task, name)

@@ -48,6 +48,7 @@ def learnable_table(
         (constant_scores, single), (alone_scores, single), (alone_scores, zero_shot)))
     info = {t["name"]: t for r in single for t in r["task_info"]}
     left, rows = not_learnable(single), []
+    # how far above the constant answer
     for name in sorted(alone, key=lambda n: constant.get(n, 0.) - alone[n]):
         rows.append({
             "task": name, "kind": info[name]["kind"], "metric": info[name]["metric"],

@@ -30,6 +30,7 @@ def _add_words(writer, tokenizer):
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     words = sorted(model["vocab"], key=model["vocab"].get)
     special = set(tokenizer.all_special_tokens)
+    # as llama.cpp's own converter writes a byte-level BPE
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(words)
