@@ -2,7 +2,7 @@
 # settings.ini, setup.py or constraints.txt change.
 #   TORCH=cpu     take torch from PyTorch's index of CPU wheels (otherwise from pip's own sources)
 #   PYTHON=...    the interpreter the environment is made from (3.11 or newer)
-#   ADAPTER=lora  the adapter that `make continual25` trains
+#   ADAPTER=lora  the adapter that `make continual25` and `make small` train
 #   WORKERS=2     processes that `make test` and `make test-all` use
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -20,7 +20,7 @@ endif
 
 SUITE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m himalaya_hest.workshop.suite --workers $(WORKERS)
 
-.PHONY: install continual25 test test-all test-rest test-reverse readme prepare docs clean
+.PHONY: install continual25 small test test-all test-rest test-reverse readme prepare docs clean
 install: $(STAMP)
 
 $(STAMP): settings.ini setup.py constraints.txt
@@ -35,6 +35,11 @@ $(STAMP): settings.ini setup.py constraints.txt
 continual25: install
 	@mkdir -p runs
 	$(BIN)/papermill --log-output nbs/90_continual25.ipynb runs/continual25.ipynb -p adapter $(ADAPTER)
+
+# real tasks on a model of 135 million parameters: DATA is the folder of their rows, MODEL another place of the backbone (a folder, a GGUF file)
+small: install
+	@mkdir -p runs
+	$(BIN)/papermill --log-output nbs/90_continual25.ipynb runs/small.ipynb -p scale small -p adapter $(ADAPTER) $(if $(MODEL),-p model $(MODEL)) $(if $(DATA),-p source local -p data_dir $(DATA))
 
 # the first tier: without cells flagged `full` or `slow` and the notebooks named in SECOND (nbs/workshop/18_suite.ipynb);
 # five minutes on two cores is the aim

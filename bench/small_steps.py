@@ -1,5 +1,6 @@
-"""What a training step of each method costs beside that of LoRA-8 on the same sites, on a small
-pretrained model held in bfloat16 and real rows.
+"""What a training step of each method costs beside that of LoRA-8 on a real model and real rows.
+
+Sites are the same, the model is a small one held in bfloat16.
 
     OMP_NUM_THREADS=1 python bench/small_steps.py MODEL DATA # two folders; DATA/task/train.jsonl
 

@@ -18,8 +18,8 @@ SCALES = { # what a scale gives to parameters that were left open
         evaluation=dict(max_eval_rows=50, final_eval_rows=None, per_device_eval_batch_size=128),
     ),
     "small": dict(
-        model="HuggingFaceTB/SmolLM2-135M-Instruct", stream="small10", dtype="auto",
-        quantisation="none", search=dict(stream="small3_dev"),
+        model="HuggingFaceTB/SmolLM2-135M-Instruct", stream="small_candidates", dtype="auto",
+        quantisation="none", search=dict(stream="small_candidates_dev"),
         training=dict(
             max_train_rows=400, max_length=256, bf16=False, gradient_checkpointing=False),
         evaluation=dict(max_eval_rows=50, final_eval_rows=150, per_device_eval_batch_size=50),

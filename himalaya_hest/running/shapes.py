@@ -26,6 +26,11 @@ from .parameters import RunConfig
 
 # %% ../../nbs/running/07_shapes.ipynb #0b7c2e45
 SHAPES = { # from config.json of the repositories
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llama", dict(
+        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192,
+        tie_word_embeddings=True, dtype="bfloat16",
+    )),
     "Qwen/Qwen2.5-0.5B": ("qwen2", dict(
         hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
         intermediate_size=4864, vocab_size=151936, max_position_embeddings=32768,
