@@ -7,6 +7,7 @@ __all__ = ['write_gguf', 'mini_gguf']
 
 # %% ../../nbs/workshop/16a_gguf_fixture.ipynb #103dfad2
 import json
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -95,9 +96,8 @@ def mini_gguf(
 ) -> Path: # the file
     "The backbone that comes with the package as a GGUF file."
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from himalaya_hest.streams.backbone import mini_backbone_dir
-    model = AutoModelForCausalLM.from_pretrained(mini_backbone_dir(), dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(mini_backbone_dir())
+    mini = files("himalaya_hest")/"data"/"mini_llama"
+    model = AutoModelForCausalLM.from_pretrained(mini, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(mini)
     tokenizer.chat_template = chat_template or None
     return write_gguf(Path(folder)/name, model, tokenizer, quantisation, **further)
