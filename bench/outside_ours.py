@@ -4,13 +4,14 @@
     OMP_NUM_THREADS=1 python bench/outside_ours.py order --model M --data D --runs R
     OMP_NUM_THREADS=1 python bench/outside.py --model M --data D --runs R
     OMP_NUM_THREADS=1 python bench/outside_ours.py run --model M --data D --runs R
-    python bench/outside_ours.py compare --model M --data D --runs R
+    OMP_NUM_THREADS=1 python bench/outside_ours.py compare --model M --data D --runs R
 
 `run`: adapter `lora`, protocol `single` over the three tasks, source `local`, prompts through the
 chat template, in RUNS/package; whatever was cut off goes on. Loss, norm of the gradient and rate of
-each step go to RUNS/package-<seed>.jsonl as they come. `compare` writes records/bench/outside.json:
-the largest differences of losses, norms and rates over the steps, answers that differ, accuracies
-by each side's own score, and the paired difference over seeds.
+each step go to RUNS/package-<seed>.jsonl as they come. `compare` takes what both sides have
+finished and writes records/bench/outside.json: rows whose tokens or labels differ, the largest
+differences of losses, norms and rates over the steps, answers that differ, accuracies by each
+side's own score, and the paired difference of each seed.
 """
 import argparse
 import hashlib
@@ -20,12 +21,13 @@ from pathlib import Path
 import numpy as np
 import peft
 import transformers
-from outside import BATCH, LORA, OPTIMISER, ROWS, STEPS, TASKS, WARMUP, options
+from outside import BATCH, LORA, OPTIMISER, ROWS, WARMUP, options, read, training_row
+from transformers import AutoTokenizer
 
 from himalaya_hest.jobs.run import run_continual
 from himalaya_hest.running import loop, training
-from himalaya_hest.streams.batching import row_order
-from himalaya_hest.streams.sources import LocalSource
+from himalaya_hest.streams.batching import as_asked, encode_all, row_order
+from himalaya_hest.streams.sources import examples_of, LocalSource
 from himalaya_hest.streams.stream import load_stream
 from himalaya_hest.streams.tasks import mixed_seed
 from himalaya_hest.workshop.measuring import circumstances
@@ -51,7 +53,8 @@ class Noted:
     "Inside, each step of a run adds a line to a file."
     def __init__(self, path):
         self.path, self.seen = path, {}
-        self.norm, self.step, self.note = training.gradient_norm, training.train_step, loop._note_step
+        self.norm, self.step = training.gradient_norm, training.train_step
+        self.note = loop._note_step
     def measured(self, parameters):
         self.seen["norm"] = self.norm(parameters)
         return self.seen["norm"]
@@ -108,38 +111,67 @@ def compared(a, task, seed):
     theirs = json.loads((a.runs / f"trainer-{task}-{seed}.json").read_text(encoding="utf-8"))
     mine = ours(a, task, seed)
     x, y = np.array(theirs["steps"]), np.array(mine["steps"])
-    apart = np.abs(x - y).max(0)
+    apart, both = np.abs(x - y).max(0), zip(theirs["answers"], mine["answers"], strict=True)
     return dict(
-        task=task, seed=seed, steps=len(x), accuracy=dict(
-            trainer=theirs["accuracy"], package=mine["accuracy"]),
-        answers=len(theirs["answers"]), answers_that_differ=[
-            [i, s, t] for i, (s, t) in enumerate(zip(theirs["answers"], mine["answers"], strict=True))
-            if s != t],
+        task=task, seed=seed, steps=len(x),
+        accuracy=dict(trainer=theirs["accuracy"], package=mine["accuracy"]),
+        answers=len(theirs["answers"]),
+        answers_that_differ=[[i, s, t] for i, (s, t) in enumerate(both) if s != t],
         largest_difference={k: float(apart[i]) for k, i in AS.items()},
         losses=dict(trainer=x[:, 0].tolist(), package=y[:, 0].tolist()))
 
 
-def compare(a):
-    runs = [compared(a, t, s) for s in a.seeds for t in a.tasks]
-    gap = np.array([r["accuracy"]["package"] - r["accuracy"]["trainer"] for r in runs])
-    of_seeds = {s: float(np.mean([g for g, r in zip(gap, runs) if r["seed"] == s])) for s in a.seeds}
+def rows_apart(a):
+    "Rows of all splits, and those whose tokens or labels the two sides make differently."
+    tokenizer, source, n, apart = AutoTokenizer.from_pretrained(a.model), LocalSource(a.data), 0, 0
+    for task in load_stream("local25").tasks:
+        if task.name not in a.tasks: continue
+        for split in ("train", "validation"):
+            numbered = list(source.numbered_rows(task, split))
+            examples = [e for _, e in examples_of(task, source, split, numbered)]
+            mine = encode_all(examples, as_asked(tokenizer, True), 1024, task.max_new_tokens)
+            for x, (talk, label) in zip(mine, read(a.data, task.name, split), strict=True):
+                theirs = training_row(tokenizer, talk, label)
+                n, apart = n + 1, apart + any(x[k] != theirs[k] for k in ("input_ids", "labels"))
+    return dict(rows=n, differ=apart)
+
+
+def finished(a, task, seed):
+    "Have both sides made this one?"
+    return (a.runs / f"trainer-{task}-{seed}.json").exists() and (
+        a.runs / "package" / f"outside-{seed}" / "record.json").exists()
+
+
+def settings(a):
+    "What was trained on what, and what the figures hang on."
     digest = lambda p: hashlib.sha256(p.read_bytes()).hexdigest()
-    found = dict(
-        circumstances=circumstances("python bench/outside_ours.py compare", "cpu"),
+    more = "".join(f" --{k} {getattr(a, k)}" for k in ("steps", "accumulation"))
+    return dict(
+        circumstances=circumstances(
+            f"python bench/outside_ours.py compare --model M --data D --runs R{more}", "cpu"),
         transformers=transformers.__version__, peft=peft.__version__,
         backbone=digest(a.model / "model.safetensors"),
-        rows={t: {s: digest(a.data / t / f"{s}.jsonl") for s in ("train", "validation")}
-              for t in a.tasks},
-        lora=LORA, optimiser=OPTIMISER | dict(warmup=WARMUP, steps=a.steps, rows_of_a_step=BATCH),
-        largest_difference={
-            k: max(r["largest_difference"][k] for r in runs) for k in AS},
+        files={f"{t}/{s}": digest(a.data / t / f"{s}.jsonl")
+               for t in a.tasks for s in ("train", "validation")},
+        lora=LORA, optimiser=OPTIMISER | dict(
+            warmup_ratio=WARMUP, steps=a.steps, rows_of_a_step=BATCH, micro_batches=a.accumulation))
+
+
+def compare(a):
+    runs = [compared(a, t, s) for s in a.seeds for t in a.tasks if finished(a, t, s)]
+    gaps = {s: [r["accuracy"]["package"] - r["accuracy"]["trainer"]
+                for r in runs if r["seed"] == s] for s in a.seeds}
+    told = dict(
+        encoded=rows_apart(a), runs=len(runs), steps=sum(r["steps"] for r in runs),
+        largest_difference={k: max(r["largest_difference"][k] for r in runs) for k in AS},
         answers=sum(r["answers"] for r in runs),
         answers_that_differ=sum(len(r["answers_that_differ"]) for r in runs),
-        accuracy={k: float(np.mean([r["accuracy"][k] for r in runs])) for k in ("trainer", "package")},
-        paired_difference=of_seeds, runs=runs)
-    a.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print({k: found[k] for k in (
-        "largest_difference", "answers", "answers_that_differ", "accuracy", "paired_difference")})
+        accuracy={k: float(np.mean([r["accuracy"][k] for r in runs]))
+                  for k in ("trainer", "package")},
+        paired_difference={s: float(np.mean(g)) for s, g in gaps.items() if g})
+    a.out.write_text(json.dumps(settings(a) | told | dict(of_runs=runs), indent=1) + "\n",
+                     encoding="utf-8")
+    print(json.dumps(told, indent=1))
 
 
 def main():
