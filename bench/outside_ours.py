@@ -159,6 +159,8 @@ def settings(a):
 
 def compare(a):
     runs = [compared(a, t, s) for s in a.seeds for t in a.tasks if finished(a, t, s)]
+    if not runs:
+        raise SystemExit(f"{a.runs}: no task and seed is finished by both sides; run both first")
     gaps = {s: [r["accuracy"]["package"] - r["accuracy"]["trainer"]
                 for r in runs if r["seed"] == s] for s in a.seeds}
     told = dict(
