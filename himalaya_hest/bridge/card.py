@@ -28,6 +28,7 @@ def hub_name(model: nn.Module) -> str: # owner/name; empty: it is from a folder,
     except HFValidationError: return ""
     return "" if Path(name).exists() else name
 
+# %% ../../nbs/bridge/11_card.ipynb #5e1da24a
 def gguf_facts(model: nn.Module) -> dict: # file, quantisation and sha256; empty: of no such file
     "What its configuration says of the GGUF file that its weights came from."
     return getattr(getattr(model, "config", None), "gguf", None) or {}
@@ -125,7 +126,8 @@ def placed(
 
 # %% ../../nbs/bridge/11_card.ipynb #ddae864e
 def names_on_card(model: PeftModel) -> list[str]: # of adapters
-    "Those that are not PEFT's, that somebody has described, or whose backbone came from a GGUF file."
+    """Those that are not PEFT's, that somebody has described, or whose backbone came from a GGUF
+    file."""
     described, configs = model.__dict__.get("card_facts", {}), model.peft_config
     if gguf_facts(model.get_base_model()): return list(configs)
     def ours(name): return hasattr(PeftType(configs[name].peft_type), "from_outside")
@@ -139,8 +141,9 @@ def fill_card(
     from huggingface_hub import ModelCard
     if not (names := names_on_card(model)): return
     card = ModelCard.load(path := Path(folder)/"README.md")
-    # no path of this machine in what others read; PEFT gives whatever the backbone was loaded by
-    def of_here(name): return bool(name) and Path(name).is_absolute()
+    # no path of this machine in what others read, and no empty name; PEFT gives whatever the
+    # backbone was loaded by
+    def of_here(name): return not name or Path(name).is_absolute()
     if of_here(card.data.base_model): card.data.base_model = None
     card.data.tags = [t for t in card.data.tags or [] if not of_here(t.rpartition(":")[2])]
     versions = f"### Framework versions\n\n- PEFT {peft.__version__}\n- himalaya_hest {himalaya_hest.__version__}"

@@ -119,7 +119,7 @@ def not_loaded(
 
 # %% ../../nbs/running/19_backbone.ipynb #193ced8c
 def _found(of_file, auto, name, revision):
-    "A configuration or tokenizer, by `of_file` from a GGUF file, else by an Auto class of transformers."
+    "A configuration or tokenizer: by `of_file` from a GGUF file, else by an Auto class."
     at = dict(revision=revision) if revision else {}
     # what is wrong with a file is told by it
     file = read_gguf(name) if gguf_path(name) else None
@@ -175,8 +175,9 @@ def from_gguf(
         read, told = AutoModelForCausalLM.from_pretrained(
             **at, config=config, dtype=dtype, quantization_config=whole, output_loading_info=True)
     if lacking := sorted(told["missing_keys"]):
-        raise ValueError(f"it lacks {len(lacking)} tensors of {type(read).__name__}, {lacking[0]} among them")
-    # a plain model: save_pretrained refuses one that was read from a quantised file
+        raise ValueError(
+            f"it lacks {len(lacking)} tensors of {type(read).__name__}, {lacking[0]} among them")
+    # the tensors stay where they are
     with without_bars():
         model = type(read).from_pretrained(
             None, config=config, state_dict=read.state_dict(), dtype=dtype)
@@ -201,10 +202,12 @@ def _tell(dtype, model):
     "Log what is not to be seen in the parameters."
     held = published_dtype(model.config)
     if of := getattr(model.config, "gguf", None):
-        log.info("the backbone is %s (SHA-256 %s): its weights, most of them in %s, are written out in %s",
-                 of["file"], of["sha256"], of["quantisation"], held)
+        log.info(
+            "the backbone is %s (SHA-256 %s): its weights, most in %s, are written out in %s",
+            of["file"], of["sha256"], of["quantisation"], held)
     elif dtype == "auto" and held != "float32":
-        log.info("the backbone is held in %s, as it was published; dtype: float32 holds it in that", held)
+        log.info(
+            "the backbone is held in %s, as it was published; dtype: float32 holds it so", held)
 
 # %% ../../nbs/running/19_backbone.ipynb #d1462aef
 def load_backbone(

@@ -37,8 +37,8 @@ class GGUFFile:
     size: int # bytes
 
     @property
-    def dtype(self) -> str: # the type of a number for which it was made
-        "float32 where it holds nothing else; what was rounded to less has bfloat16's precision at most."
+    def dtype(self) -> str: # its name
+        "The type for which it counts as published: float32 where it holds nothing else."
         return "float32" if self.quantisation == "F32" else "bfloat16"
 
     @property
@@ -47,7 +47,8 @@ class GGUFFile:
         return dict(file=self.path.name, quantisation=self.quantisation)
 
 # %% ../../nbs/running/02a_gguf_file.ipynb #82fa4b4b
-_SOURCES = ("general.source.huggingface.repository", "general.source.repo_url", "general.repo_url")
+_SOURCES = (
+    "general.source.huggingface.repository", "general.source.repo_url", "general.repo_url")
 
 def _on_hub(name):
     "owner/name of a repository of the hub, by its name or its address; empty where it is none."
@@ -111,10 +112,16 @@ def _read_once(path, size, changed):
     found, more = _read(path)
     return found, _fault(found, more)
 
-def _begins_wrongly(path):
-    "What a file begins with in place of GGUF's four letters."
-    with open(path, "rb") as f: begun = f.read(4)
-    return begun if begun != b"GGUF" else None
+def _check_letters(path, cannot):
+    "`ValueError` unless there is a file that begins with GGUF's four letters."
+    try:
+        with open(path, "rb") as f: begun = f.read(4)
+    except FileNotFoundError: raise ValueError(f"{cannot}: there is no such file") from None
+    except OSError as e: raise ValueError(f"{cannot}: {e.strerror}") from e
+    if begun != b"GGUF":
+        raise ValueError(
+            f"{cannot}: it is a file, but none in GGUF (it begins with {begun!r}); name a "
+            "folder that save_pretrained wrote, a GGUF file, or a repository of the hub")
 
 # %% ../../nbs/running/02a_gguf_file.ipynb #ae3e2d3f
 def read_gguf(
@@ -122,27 +129,20 @@ def read_gguf(
     quantisation: str = "none", # that is asked for
 ) -> GGUFFile:
     "`ValueError` for a file that cannot be a backbone, and for one that is to be held in 4 bits."
-    path = gguf_path(name)
-    if not path.is_file(): raise ValueError(f"model {name!r} cannot be loaded: there is no such file")
-    # from what costs nothing to what reads the file
-    cannot, again = f"model {name!r} cannot be loaded", "get the file again"
-    try:
-        if (begun := _begins_wrongly(path)) is not None:
-            raise ValueError(
-                f"{cannot}: it is a file, but none in GGUF (it begins with {begun!r}); name a "
-                "folder that save_pretrained wrote, a GGUF file, or a repository of the hub")
-    except OSError as e: raise ValueError(f"{cannot}: {e.strerror}") from e
+    path, cannot = gguf_path(name), f"model {name!r} cannot be loaded"
+    _check_letters(path, cannot)
     if quantisation != "none":
         raise ValueError(
-            f"parameter quantisation = {quantisation!r}, but model {name!r} is a GGUF file, which is "
-            "dequantised when it is loaded; set quantisation to none, or name a folder or a "
+            f"parameter quantisation = {quantisation!r}, but model {name!r} is a GGUF file, which "
+            "is dequantised when it is loaded; set quantisation to none, or name a folder or a "
             "repository with the weights as they were published")
     if find_spec("gguf") is None:
         raise ValueError(f"model {name!r} is a GGUF file, which needs the package gguf: "
                          "pip install 'himalaya_hest[gguf]'")
+    # what the reader stumbles on is what was cut off or changed
     try: found, fault = _read_once(path, (at := path.stat()).st_size, at.st_mtime_ns)
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as e:
-        raise ValueError(f"{cannot}: the file is broken, or not whole; {again} "
+        raise ValueError(f"{cannot}: the file is broken, or not whole; get the file again "
                          f"({type(e).__name__}: {e})") from e
     if fault: raise ValueError(f"{cannot}: {fault}")
     return found
@@ -162,7 +162,8 @@ def gguf_config(
 ): # a transformers config
     "Its configuration, with its facts as `gguf`, and without a path."
     from transformers import AutoConfig
-    with gguf_arguments(file) as at: config = AutoConfig.from_pretrained(**at, local_files_only=True)
+    with gguf_arguments(file) as at:
+        config = AutoConfig.from_pretrained(**at, local_files_only=True)
     # the title of a file, in a place where a name is expected
     vars(config).pop("_model_name_or_path", None)
     config.name_or_path, config.dtype, config.gguf = file.hub_name, file.dtype, file.facts
@@ -172,7 +173,8 @@ def gguf_config(
 def gguf_tokenizer(file: GGUFFile):
     "Its tokenizer, with the chat template of the file where it has one."
     from transformers import AutoTokenizer
-    with gguf_arguments(file) as at: tokenizer = AutoTokenizer.from_pretrained(**at, local_files_only=True)
+    with gguf_arguments(file) as at:
+        tokenizer = AutoTokenizer.from_pretrained(**at, local_files_only=True)
     named = file.hub_name or file.path.name
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = named
     return tokenizer

@@ -245,8 +245,8 @@ class Scaled:
     model_revision: str = later("")
     # of the backbone: none, or nf4 (4 bits, double quantisation); empty: as the scale says
     quantisation: str = later("", OneOf(("none", "nf4"), open=True), silent="none")
-    # of the backbone: float32, bfloat16, auto (its own on a GPU; on a CPU float32, or bfloat16 if it
-    # is large, was published so, and the CPU computes in it); empty: as the scale says
+    # of the backbone: float32, bfloat16, auto (its own on a GPU; on a CPU float32, or bfloat16
+    # if it is large, was published so, and the CPU computes in it); empty: as the scale says
     dtype: str = later("", OneOf(("auto", "float32", "bfloat16"), open=True), silent="auto")
     # send prompts through the tokenizer's chat template; None: in a study of energy where there
     # is one, else no

@@ -107,8 +107,9 @@ def _held(of):
 def _written_out(config, of):
     "What comes of the weights of a GGUF file."
     file = read_gguf(config.model)
-    return (f"{file.path.name} has {file.size / 1e9:.2f} GB, most weights in {file.quantisation}; loading "
-            f"dequantises them, {of.weights / 1e9:.2f} GB in {_held(of)} are held from then on")
+    return (
+        f"{file.path.name} has {file.size / 1e9:.2f} GB, most weights in {file.quantisation}; "
+        f"loading dequantises them, {of.weights / 1e9:.2f} GB in {_held(of)} are held from then on")
 
 def _reuses(config, of):
     return of.adapter.keeps_answers and config.protocol in ("sequential", "replay")

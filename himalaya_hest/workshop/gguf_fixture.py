@@ -31,7 +31,7 @@ def _add_words(writer, tokenizer):
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     words = sorted(model["vocab"], key=model["vocab"].get)
     special = set(tokenizer.all_special_tokens)
-    # as llama.cpp's own converter writes a byte-level BPE
+    # byte-level, as GPT-2's
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(words)
@@ -46,7 +46,8 @@ def _add_words(writer, tokenizer):
 # %% ../../nbs/workshop/16a_gguf_fixture.ipynb #49e97a5d
 def _rows_as_there(name, weight, c):
     "Queries and keys have the two halves of a head in turns there."
-    heads = dict(q_proj=c.num_attention_heads, k_proj=c.num_key_value_heads).get(name.split(".")[-2])
+    of = dict(q_proj=c.num_attention_heads, k_proj=c.num_key_value_heads)
+    heads = of.get(name.split(".")[-2])
     if heads is None: return weight
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
