@@ -108,7 +108,8 @@ def answers(model, tokenizer, talks, size=25):
 def outcome(a, task, seed, positions):
     "One training of one task, and its answers to all validation rows."
     tokenizer = AutoTokenizer.from_pretrained(a.model)
-    model = AutoModelForCausalLM.from_pretrained(a.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        a.model, use_safetensors=True, trust_remote_code=False, dtype=torch.float32)
     torch.manual_seed(seed)
     model, began = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA)), time.time()
     rows, judged = read(a.data, task, "train"), read(a.data, task, "validation")
