@@ -79,9 +79,8 @@ def searched_defaults(
     """The best setting of the scale's search, on development rows; at scales without searches the
     founding λ."""
     _, with_ewc = parse_adapter(adapter)
-    founding = dict(ewc=FOUNDING_EWC) if with_ewc else {}
-    found = (_of_adapter(_searched()[scale], adapter, preset, {}) if scale in SEARCHED
-             else founding)
+    if scale in SEARCHED: found = _of_adapter(_searched()[scale], adapter, preset, {})
+    else: found = dict(ewc=FOUNDING_EWC) if with_ewc else {}
     return {group: dict(found.get(group, {})) for group in ("training", "ewc", "adapter_config")}
 
 # %% ../../nbs/adapters/02_defaults.ipynb #bd50efd7

@@ -14,8 +14,8 @@ import numpy as np
 
 from .pairs import Grid, grid_of, method_of
 from himalaya_hest.compare.standings import (
-    aucs, chance_row, column, final_mean, group_scores, known_table, MAIN_PAIRS, mean_of, on_same_pairs,
-    one_method, paired_table
+    aucs, chance_row, column, final_mean, group_scores, known_table, MAIN_PAIRS, mean_of,
+    on_same_pairs, one_method, paired_table
 )
 from ..ground.table import Table
 from ..measures.record_tables import same_world

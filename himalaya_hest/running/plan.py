@@ -200,8 +200,7 @@ def make_plan(
 # %% ../../nbs/running/10_plan.ipynb #7d2e1b41
 def _cpu_dtype(plan):
     "How a CPU would hold the run's backbone."
-    shape = plan.of.shape
-    return held_dtype(plan.config.dtype, shape.published, shape.parameters, cpu=True)
+    return _held(replace(plan.of, cpu=True))
 
 def _measured(plan):
     "What this CPU reaches with the run's backbone, and a line that says so."

@@ -263,7 +263,7 @@ def train_step(
     return total, wrong
 
 # %% ../../nbs/running/14_training.ipynb #3f1c70a2
-SHORT = 192 # tokens; at 256 both take as long
+SHORT = 192 # tokens, from which on both take as long (bench/attention.py)
 
 @contextlib.contextmanager
 def plain_attention(

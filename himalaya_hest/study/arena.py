@@ -11,6 +11,7 @@ import numpy as np
 from ..compare.pairs import grid_of
 from ..compare.standings import MAIN_PAIRS, known_table, main_table, mean_of
 from ..ground.table import Table
+from ..measures.record_tables import against_chance
 
 # %% ../../nbs/study/17_arena.ipynb #f7dedcfb
 LEAST_GAIN = .02 # of a LoRA alone, above the best constant answer
@@ -28,8 +29,7 @@ def alone_scores(
 # %% ../../nbs/study/17_arena.ipynb #44acf7cc
 def constant_scores(records: list[dict]) -> dict[str, float]: # task → score
     "What the best constant answer gives on each task."
-    return {t["name"]: t["chance"] for r in records for t in r["task_info"]
-            if t["chance"] is not None}
+    return {task: chance for r in records for task, _, chance in against_chance(r)}
 
 def not_learnable(
     single: list[dict], # records of LoRA under protocol single

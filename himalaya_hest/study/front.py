@@ -57,7 +57,8 @@ def front_chart(
     "Mean score over all tasks seen after each task, a line a method."
     lines = front_lines(records)
     x = np.arange(1, len(records[0]["tasks"]) + 1)
-    curves = {m: curves_of(records, x)[m].mean(0) for m in lines}
+    every = curves_of(records, x)
+    curves = {m: every[m].mean(0) for m in lines}
     figure, ((axes,),) = new_figure(7.6, 3.5)
     plain_axes(axes)
     for m, y in curves.items():
