@@ -10,7 +10,7 @@ TORCH   ?=
 ADAPTER ?= himalaya
 WORKERS ?= 2
 
-PAGES := nbs/index.ipynb nbs/workshop/12_equations.ipynb nbs/workshop/13_structure.ipynb nbs/89b_internals.ipynb nbs/93_claims.ipynb nbs/93a_energy_claims.ipynb nbs/94_results.ipynb nbs/94a_energy_results.ipynb nbs/94b_overview.ipynb nbs/96_run_files.ipynb nbs/96a_configurations.ipynb nbs/96b_python.ipynb nbs/97_costs.ipynb nbs/97a_scale.ipynb nbs/98_ecosystem.ipynb nbs/98a_latency.ipynb nbs/89a_contributing.ipynb nbs/log.ipynb
+PAGES := nbs/index.ipynb nbs/workshop/12_equations.ipynb nbs/workshop/13_structure.ipynb nbs/89b_internals.ipynb nbs/93_claims.ipynb nbs/93a_energy_claims.ipynb nbs/94_results.ipynb nbs/94a_energy_results.ipynb nbs/94b_overview.ipynb nbs/94c_real_model.ipynb nbs/96_run_files.ipynb nbs/96a_configurations.ipynb nbs/96b_python.ipynb nbs/97_costs.ipynb nbs/97a_scale.ipynb nbs/98_ecosystem.ipynb nbs/98a_latency.ipynb nbs/89a_contributing.ipynb nbs/log.ipynb
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt

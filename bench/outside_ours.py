@@ -26,7 +26,8 @@ from transformers import AutoTokenizer
 
 from himalaya_hest.jobs.run import run_continual
 from himalaya_hest.running import loop, training
-from himalaya_hest.streams.batching import as_asked, encode_all, row_order
+from himalaya_hest.streams.batching import as_asked, encode_all
+from himalaya_hest.streams.order import row_order
 from himalaya_hest.streams.sources import examples_of, LocalSource
 from himalaya_hest.streams.stream import load_stream
 from himalaya_hest.streams.tasks import mixed_seed

@@ -3,7 +3,8 @@ one small record of each.
 
     python bench/search.py --workers 2                      # every adapter of the studies, 12 trials each
     python bench/search.py --only lora lora+ewc             # some of them
-    python bench/search.py --ship                           # write himalaya_hest/data/searched.json from the records
+    python bench/search.py --ship                           # write himalaya_hest/data/searched.json from the records,
+                                                            # of scale small from records/small_dev.parquet
 
 A search that was killed goes on with the same command, and further processes with the same
 --results-dir share its trials. After a search every parameter is tried at both ends of its range
@@ -58,9 +59,25 @@ def ship(out):
     names = {name.replace(":", "-"): name for name in ADAPTERS}
     shipped = {names[stem]: best_setting(r) for stem, r in found.items() if stem in names}
     path = Path("himalaya_hest/data/searched.json")
-    every = json.loads(path.read_text(encoding="utf-8")) | dict(mini=shipped)
+    every = dict(mini=shipped, small=of_trials("records/small_dev.parquet"))
     path.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    print(f"{len(shipped)} adapters of the scale mini in {path}")
+    print(f"{', '.join(f'{len(v)} of scale {k}' for k, v in every.items())} adapters in {path}")
+
+
+def of_trials(path, n_trials=6):
+    "The best of a grid's trials, where all were made; a form with settings of its own is no default."
+    import pandas as pd
+    trials = {}
+    for record in map(json.loads, pd.read_parquet(path).record):
+        if not record["config"]["adapter_config"]:
+            trials.setdefault(record["config"]["adapter"], []).append(record)
+    def setting(record):
+        config = record["config"]
+        found = dict(training=dict(learning_rate=config["training"]["learning_rate"]))
+        if config["adapter"].endswith("+ewc"): found["ewc"] = dict(strength=config["ewc"]["strength"])
+        return found
+    def score(record): return record["summary"]["retained_accuracy_auc"]
+    return {a: setting(max(r, key=score)) for a, r in trials.items() if len(r) >= n_trials}
 
 
 def main():

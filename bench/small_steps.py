@@ -1,12 +1,12 @@
 """What a training step of each method costs beside that of LoRA-8 on a real model and real rows.
 
-Sites are the same, the model is a small one held in bfloat16.
+Sites are the same, the model is held as `--dtype` says: by default as a run on this CPU holds it.
 
     OMP_NUM_THREADS=1 python bench/small_steps.py MODEL DATA # two folders; DATA/task/train.jsonl
 
 Each method sits on modules of its own over the same weights, with its adapter in float32, has
 learned one task of two steps through the hooks of a stream, and is inside its second: penalties and
-projections of earlier tasks act. A round gives the same eight rows, through the chat template, to
+projections of earlier tasks act. A round gives the same eight rows to
 all methods in random order: copies, forward and backward, hooks, clipping and optimiser, process
 time. Ratios are medians over rounds with the 95 % interval of a bootstrap over rounds. What a task
 costs at its start and its end (`once`) is one measurement, over one batch where a run takes
@@ -100,12 +100,13 @@ def main():
     parser.add_argument("--tasks", nargs=2, default=["trec", "sst2"], help="learned, and timed")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--out", default="records/bench/small_steps.json")
     args = parser.parse_args()
     keep_memory()
     warnings.simplefilter("ignore")
-    base, tokenizer, digest = load_backbone(args.model, dtype="bfloat16")
-    tokenizer, stream = as_asked(tokenizer, None), load_stream(args.stream)
+    base, tokenizer, digest = load_backbone(args.model, dtype=args.dtype)
+    tokenizer, stream = as_asked(tokenizer, False), load_stream(args.stream)
     source = get_source("local", args.data, stream.world, None)
     known = {t.name: t for t in stream.tasks}
     tasks = {n: batches_of(known[n], source, tokenizer, args.rounds + 1) for n in args.tasks}
@@ -130,7 +131,7 @@ def main():
             f" {v:.3f}" for v in told.values()), {k: round(v, 2) for k, v in one.once.items()})
     command = called(__file__).replace(args.model, "MODEL").replace(args.data, "DATA")
     write_record(args.out, circumstances(command, "cpu") | dict(
-        backbone=digest, rounds=args.rounds, tasks=args.tasks, methods=methods))
+        backbone=digest, dtype=str(base.dtype), rounds=args.rounds, tasks=args.tasks, methods=methods))
 
 
 if __name__ == "__main__": main()

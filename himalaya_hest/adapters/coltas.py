@@ -14,10 +14,9 @@ from peft import TaskType # as Optional and Union: PeftConfig's annotations name
 from peft.utils.peft_types import PeftType
 from torch import nn
 
-from ..himalaya.dictionary import Site
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.shell import (
-    OF_DECODERS, PairCore, ShellConfig, ShellModel, check_bits, drawn_from, shape_of)
+    OF_DECODERS, PairCore, Place, ShellConfig, ShellModel, check_bits, drawn_from, shape_of)
 
 add_peft_type("COLTAS")
 
@@ -25,7 +24,7 @@ add_peft_type("COLTAS")
 class Coltas(PairCore):
     "y + B diag(s_i) A x: A and B of all sites of one shape, s of each."
     def __init__(self,
-        sites: list[Site],
+        sites: list[Place],
         rank: int, # r
         seed: int = 0,
     ):

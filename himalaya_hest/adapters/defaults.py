@@ -35,6 +35,7 @@ EWC_DEFAULTS = dict(strength=.3, decay=1., n_examples=256)
 _OF_UNIT_VECTORS = dict(
     learning_rate=1e-2, weight_decay=0., warmup_ratio=0., adam_beta1=.8, adam_beta2=.95)
 TRAINING_DEFAULTS = {
+    "atoms": _OF_UNIT_VECTORS,
     "himalaya": _OF_UNIT_VECTORS,
     "lora": dict(learning_rate=1e-3, weight_decay=0.),
     "lora+ewc": dict(learning_rate=1e-2, weight_decay=0.),
@@ -48,6 +49,7 @@ USUAL = dict(warmup_ratio=.1, adam_beta1=.9, adam_beta2=.999) # transformers' be
 # %% ../../nbs/adapters/02_defaults.ipynb #069680b4
 _GATED = ("hest", "hest:published", "tabs", "bhsp", "spectral", "int8", "random-mask", "depth-mask")
 FOUNDING_TRAINING = { # at scales without searches
+    "atoms": _OF_UNIT_VECTORS,
     "himalaya": _OF_UNIT_VECTORS, # rates of unit vectors and gains, which follow the width
     "himalaya:published": dict(learning_rate=2e-4, weight_decay=1e-3),
     "himalaya:published_gain": dict(learning_rate=2e-4, weight_decay=1e-3),

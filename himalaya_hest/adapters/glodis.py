@@ -15,11 +15,10 @@ from peft import TaskType # as Optional and Union: PeftConfig's annotations name
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..himalaya.dictionary import Site
 from ..ground.hooks import StreamHooks
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.shell import (
-    OF_DECODERS, PairCore, ShellConfig, ShellModel, drawn_from, shape_of)
+    OF_DECODERS, PairCore, Place, ShellConfig, ShellModel, drawn_from, shape_of)
 
 add_peft_type("GLODIS")
 
@@ -43,7 +42,7 @@ def sparse(
 class Glodis(PairCore):
     "y + Σ_k top_n(c_i)_k u_k (v_kᵀ x): u, v of all sites of one shape, c of each."
     def __init__(self,
-        sites: list[Site],
+        sites: list[Place],
         n_atoms: int, # K
         n_active: int, # n, at a site
         seed: int = 0,

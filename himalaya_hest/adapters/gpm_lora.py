@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import or_before
-from ..bridge.register import RowStack, add_peft_type, register_peft_method
+from ..bridge.register import add_peft_type, register_peft_method
+from ..ground.rows import RowStack
 
 add_peft_type("GPM_LORA")
 

@@ -14,10 +14,9 @@ from peft import TaskType # as Optional and Union: PeftConfig's annotations name
 from peft.utils.peft_types import PeftType
 from torch import nn
 
-from ..himalaya.dictionary import Site
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.shell import (
-    OF_DECODERS, PairCore, ShellConfig, ShellModel, check_bits, core_bytes, drawn_from)
+    OF_DECODERS, PairCore, Place, ShellConfig, ShellModel, check_bits, core_bytes, drawn_from)
 
 add_peft_type("LILAC")
 
@@ -25,7 +24,7 @@ add_peft_type("LILAC")
 class Lilac(PairCore):
     "y + B A x with A = a D_in and Bᵀ = b D_out: mixtures a, b of each site, dictionaries D of all."
     def __init__(self,
-        sites: list[Site],
+        sites: list[Place],
         rank: int, # r
         n_atoms: int, # K
         seed: int = 0,

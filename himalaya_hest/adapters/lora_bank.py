@@ -8,7 +8,6 @@ __all__ = ['nearest_scale', 'on_grid', 'Shelf', 'BankSettings', 'Bank', 'live', 
            'LoraBankModel']
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #f7e905cd
-import hashlib
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -24,10 +23,9 @@ from ..bridge.prompt import N_COUNTED, RoutedCore, add_statistics, check_fitted
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.routed import RoutedModel, batch_contexts
 from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig
+from ..bridge.update import Update, ball, chosen_digests
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import quantise_rows, unit
-from ..himalaya.config import Settings
-from ..himalaya.dictionary import Update, ball
 from ..ground.quant import dequantise_groups, pack_planes
 
 add_peft_type("LORA_BANK")
@@ -103,9 +101,9 @@ class BankSettings:
     normalised: bool = True # directions and sizes trained apart; False: LoRA as it is
     train_rounded: bool = True # training sees the rounded factors
     n_tasks: int = 128 # places; unused ones are neither saved nor counted
-    context_batches: int = Settings.context_batches # from which a task's keys are computed
-    gain_rate: float = Settings.gain_rate # learning rate of sizes, times the base rate
-    vector_rate: float = Settings.vector_rate # of directions, times the base rate over √d
+    context_batches: int = 64 # from which a task's keys are computed
+    gain_rate: float = 5. # learning rate of sizes, times the base rate
+    vector_rate: float = 60. # of directions, times the base rate over √d
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #17d210d9
 def _places(widths, r): # per site: its width, and which of that width's vectors is its first
@@ -385,8 +383,6 @@ def answer_keys(self: LoraBankModel,
     chosen = choose(core.router, int(core.used), *batch_contexts(self, name, batch)).tolist()
     # the bytes of all shelves at a task's place
     shelved = [t for shelf in (bank.shelf_a, bank.shelf_b) for _, s in sorted(shelf.items()) for t in s.buffers()]
-    def held(k): return b"".join(t[k].cpu().numpy().tobytes() for t in shelved)
-    keys = {k: hashlib.blake2b(held(k), digest_size=16).hexdigest() for k in set(chosen)}
-    return [keys[k] for k in chosen]
+    return chosen_digests(chosen, lambda k: [t[k] for t in shelved])
 
 register_peft_method("lora_bank", LoraBankConfig, LoraBankModel)

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from ..bridge.prompt import N_COUNTED, RoutedCore, add_statistics, check_fitted
 from ..bridge.routed import RoutedModel, batch_contexts
 from ..bridge.shell import Place, ShellConfig, drawn_from
-from ..himalaya.config import Settings
-from ..himalaya.dictionary import Update
+from ..bridge.update import Update
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import philox_signs, quantise_rows
-from ..bridge.register import RowStack, add_peft_type, register_peft_method
+from ..bridge.register import add_peft_type, register_peft_method
+from ..ground.rows import RowStack
 from ..himalaya.router import nearest_prototype, open_units
 
 add_peft_type("LORA_MASKED")
@@ -130,7 +130,7 @@ class LoraMaskedConfig(ShellConfig):
     r: int = 32 # rank components
     n_open: int = 8 # k, that an instruction opens; r: all, which is LoRA of rank r
     lora_alpha: float = 16. # α; the scale is α/k
-    context_batches: int = Settings.context_batches # from which a task's prototype is computed
+    context_batches: int = 64 # from which a task's prototype is computed
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType["LORA_MASKED"]

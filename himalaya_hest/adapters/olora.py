@@ -18,7 +18,8 @@ from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from ..ground.hooks import StreamHooks, TaskContext
-from ..bridge.register import RowStack, add_peft_type, register_peft_method
+from ..bridge.register import add_peft_type, register_peft_method
+from ..ground.rows import RowStack
 
 add_peft_type("OLORA")
 

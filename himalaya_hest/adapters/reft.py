@@ -16,11 +16,10 @@ from peft import TaskType # as Optional and Union: PeftConfig's annotations name
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..himalaya.dictionary import Site
 from ..bridge.prompt import prompt_of, refuse_packed
 from ..bridge.routed import _CALL, PromptModel
 from ..bridge.register import add_peft_type, register_peft_method
-from ..bridge.shell import ShellConfig, ShellLayer
+from ..bridge.shell import Place, ShellConfig, ShellLayer
 
 add_peft_type("REFT")
 
@@ -38,7 +37,7 @@ def orthonormal(
 class LoReFT(nn.Module):
     "Φ(h) = h + Rᵀ(W h + b − R h), R = qf(M): for each site one M and W (r, d) and b (r)."
     def __init__(self,
-        sites: list[Site], # decoder layers
+        sites: list[Place], # decoder layers
         rank: int,
         first: int, # edited tokens at the start of a prompt
         last: int, # edited tokens at its end

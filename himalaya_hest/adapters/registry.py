@@ -21,7 +21,7 @@ from torch import nn
 from .defaults import ADAPTER_DEFAULTS, EWC_DEFAULTS
 from .ewc import EWC
 from .names import OURS, _config_class, parse_adapter
-from ..bridge.register import make_room
+from ..ground.rows import make_room
 from ..ground.hooks import HookList, StreamHooks
 from ..ground.table import Table
 
@@ -29,7 +29,7 @@ from ..ground.table import Table
 for method_module in OURS.values(): import_module(f"himalaya_hest.{method_module}")
 
 # %% ../../nbs/adapters/16_registry.ipynb #d7addee6
-METHOD_VERSIONS = {"himalaya": 2, "lora-masked": 2} # 1 for a method that is not named
+METHOD_VERSIONS = {"atoms": 2, "himalaya": 2, "lora-masked": 2} # 1 for a method that is not named
 
 def method_versions(
     adapter: str, # for instance "himalaya" or "lora+ewc"

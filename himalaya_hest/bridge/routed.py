@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KWARG', 'NO_TASK', 'CallVariable', 'Routing', 'TokenRouting', 'RoutedLayer', 'call_context', 'PromptModel',
            'RoutedModel', 'learns_now', 'taught_nothing', 'guarded', 'before_forward', 'after_forward', 'receive',
-           'routed_again', 'routing_of', 'whole_prompt', 'routed_now', 'summaries', 'tokenised', 'batch_loss',
+           'routed_again', 'routing_of', 'whole_prompt', 'routed_now', 'summaries', 'beside', 'tokenised', 'batch_loss',
            'sampled_batch_loss', 'batch_contexts']
 
 # %% ../../nbs/bridge/10_routed.ipynb #4d0d28b9
@@ -297,7 +297,17 @@ def summaries(tuner, router, embeds, ids, prompt, instruction) -> tuple[Tensor, 
         tau = (w * tuner.model.get_input_embeddings().weight[given].float()).sum(0, keepdim=True) / w.sum()
         return masked_mean(embeds, prompt), tau.expand(len(embeds), -1)
     span = prompt if instruction is None else instruction
+    if getattr(router, "reads_content", False): prompt = beside(prompt, span)
     return masked_mean(embeds, prompt), masked_mean(embeds, span * (weight[ids] if ids is not None else 1.))
+
+# %% ../../nbs/bridge/10_routed.ipynb #b8f603bc
+def beside(
+    prompt: Tensor, # (b, n) bool
+    instruction: Tensor, # (b, n) bool
+) -> Tensor: # (b, n) bool
+    "The prompt without its instruction; all of it where that is nothing."
+    content = prompt & ~instruction
+    return torch.where(content.any(1, keepdim=True), content, prompt)
 
 # %% ../../nbs/bridge/10_routed.ipynb #4897a047
 def tokenised(

@@ -29,8 +29,9 @@ from .facts import keep_facts, recall_facts
 from .header import (
     backbone_facts, check_record, known_class, read_json, read_record, read_tensors, write_record)
 from .settings import LARGEST, made_config
-from .tensors import (
-    content_faults, count_faults, expected_tensors, index_faults, number_faults, shape_faults)
+from himalaya_hest.bridge.tensors import (
+    content_faults, count_faults, expected_tensors, index_faults, number_faults, shape_faults,
+    size_faults)
 
 # %% ../../nbs/bridge/08_saved.ipynb #5c9c522f
 def check_name(
@@ -145,8 +146,8 @@ def fit_faults(
     config, tensors = found.config, found.tensors
     # sizes first: nothing has been made of them yet
     shapes = {n.partition("_core.")[2] or n: tuple(t.shape) for n, t in tensors.items()}
-    sized = found.ours and hasattr(config, "size_faults")
-    if wrong := count_faults(config, tensors) + (config.size_faults(shapes) if sized else []): return wrong
+    sized = size_faults(config, shapes) if found.ours else []
+    if wrong := count_faults(config, tensors) + sized: return wrong
     try: want = expected_tensors(model, config, adapter_name, tensors)
     except torch.OutOfMemoryError: raise
     except Exception as e: return [f"it does not fit {_measured(backbone)}: {e}"]

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['WITH_VALUES', 'skeleton', 'row_stacks', 'set_counters', 'in_embedding', 'Expected', 'expected_tensors',
-           'shape_faults', 'row_faults', 'number_faults', 'index_faults', 'ranges_of', 'content_faults', 'count_faults']
+           'shape_faults', 'row_faults', 'number_faults', 'index_faults', 'ranges_of', 'content_faults', 'size_faults',
+           'count_faults']
 
 # %% ../../nbs/bridge/07_tensors.ipynb #d2b876ae
 import copy
@@ -17,7 +18,7 @@ from peft import PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from .register import RowStack
+from ..ground.rows import RowStack
 from .settings import LARGEST
 
 # %% ../../nbs/bridge/07_tensors.ipynb #53d858c5
@@ -234,6 +235,19 @@ def content_faults(
     own = {n.partition("_core.")[2] or n: t for n, t in tensors.items()}
     said = config.value_faults(own) if hasattr(config, "value_faults") else []
     return number_faults(tensors, ranges_of(backbone), largest) + said
+
+# %% ../../nbs/bridge/07_tensors.ipynb #6bfbec22
+def size_faults(
+    config, # a PeftConfig of our own
+    shapes: dict[str, tuple], # by the names of the core's state
+) -> list[str]:
+    "Sizes that a file's tensors do not have, of those that the config's class knows."
+    wanted, settings = config.wanted_sizes() if hasattr(config, "wanted_sizes") else ({}, ())
+    by = ", ".join(f"{n} {getattr(config, n)}" for n in settings)
+    def says(n, w):
+        if n not in shapes: return f"{n} is missing"
+        return f"{n} has shape {shapes[n]}, expected {w} by {by}"
+    return [says(n, w) for n, w in wanted.items() if shapes.get(n) != w]
 
 # %% ../../nbs/bridge/07_tensors.ipynb #ae192915
 def count_faults(

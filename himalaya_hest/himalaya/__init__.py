@@ -18,4 +18,5 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.himalaya", {
     "packing": "packed_bytes packed_state load_packed snap_slots_",
     "packed_file": "load_packed_file read_packed write_packed",
     "tuner": "HimalayaConfig HimalayaModel",
+    "atoms_tuner": "AtomsConfig AtomsModel lora_factors",
 })

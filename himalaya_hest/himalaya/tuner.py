@@ -59,18 +59,12 @@ class HimalayaConfig(ShellConfig, Settings):
 
 # %% ../../nbs/himalaya/15_tuner.ipynb #29a69d9f
 @patch
-def size_faults(self: HimalayaConfig,
-    shapes: dict[str, tuple], # by the names of the core's state
-) -> list[str]:
-    "Sizes that a file's tensors do not have."
+def wanted_sizes(self: HimalayaConfig) -> tuple[dict[str, tuple], tuple[str, ...]]:
+    "Shapes by the names of the core's state, and the numbers that they follow from."
     wanted, parts = {"owner": (self.n_slots,)}, self.chosen()
     if parts.router == "masked":
         wanted["router.w2"] = (self.n_features, 2 * self.n_slots + parts.n_extra)
-    sizes = f"n_slots {self.n_slots}, n_features {self.n_features}"
-    def says(n, w):
-        if n not in shapes: return f"{n} is missing"
-        return f"{n} has shape {shapes[n]}, expected {w} by {sizes}"
-    return [says(n, w) for n, w in wanted.items() if shapes.get(n) != w]
+    return wanted, ("n_slots", "n_features")
 
 # %% ../../nbs/himalaya/15_tuner.ipynb #5018f964
 @patch

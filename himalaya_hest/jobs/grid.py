@@ -20,6 +20,7 @@ from himalaya_hest.jobs.grid_runs import (
     RunState, combinations, load_grid, named_runs, reports_folder, run_state, states_table,
     write_compact,
 )
+from ..measures.records import read_grid
 from ..running.run_files import exit_status, read_arguments
 
 # %% ../../nbs/jobs/21_grid.ipynb #a7b1770b
@@ -170,6 +171,9 @@ def _add_what(add):
     add("--pairs", type=int, help="only the first (seed, order) pairs")
     add("--only", nargs="+", default=["*"], metavar="RUN_ID",
         help="only these runs; * stands for anything")
+    add("--without", type=Path, metavar="RECORDS",
+        help="not the runs whose records are there, in a .parquet or a folder: "
+        "goes on with a grid on another machine")
 
 # %% ../../nbs/jobs/21_grid.ipynb #b7d31eda
 def _add_where(add):
@@ -224,7 +228,8 @@ def _asked_runs(args, grid):
     runs = {r: p for r, p in named.items() if any(fnmatch.fnmatch(r, o) for o in args.only)}
     if not runs:
         raise ValueError(f"--only {' '.join(args.only)}: none of the grid's runs has such a name")
-    return runs
+    there = {r["run_id"] for r in read_grid(args.without)} if args.without else ()
+    return {r: p for r, p in runs.items() if r not in there}
 
 # %% ../../nbs/jobs/21_grid.ipynb #1e1b602f
 def _options(args):

@@ -24,7 +24,7 @@ from ..running.checkpoint import sync_tree
 from ..running.parameters import RunConfig
 from ..running.continual_run import ContinualRun, ProcessState, begin_run
 from ..running.loop import (
-    evaluate_backbone, evaluate_energy, evaluate_final, train_stream)
+    evaluate_backbone, evaluate_energy, evaluate_final, evaluate_reworded, train_stream)
 from ..running.guards import telling_memory
 from ..running.record import make_record, write_predictions
 from ..streams.batching import encode_all
@@ -106,7 +106,9 @@ def _streamed(config, quiet, hooks, on_task, tracker, process):
     check_same({"world": torch.tensor(list(run.world["digest"].encode()))}, "at the beginning")
     if config.protocol == "zero_shot": evaluate_backbone(run)
     else: train_stream(run)
+    # what is asked once, of whatever stands at the end
     evaluate_final(run)
+    evaluate_reworded(run)
     return run
 
 # %% ../../nbs/jobs/08_recording.ipynb #1efe655f

@@ -49,6 +49,7 @@ SPACES = { # "method", "method+ewc" or "method:preset" → its space
     "himalaya": _OURS,
     "himalaya:published": _PUBLISHED,
     "himalaya:published_gain": _PUBLISHED,
+    "atoms": _OURS,
     "lora-bank": _BANK,
     "olora": _USUAL | {"adapter_config.orthogonality": _log(1e-2, 1e2, 0.5)},
     "gpm-lora": _USUAL | {"adapter_config.energy": _linear(0.9, 0.995, 0.97)},
@@ -58,6 +59,7 @@ SPACES = { # "method", "method+ewc" or "method:preset" → its space
 # %% ../../nbs/jobs/01_spaces.ipynb #dfeff6d3
 _FOUNDING_PUBLISHED = {LR: _log(1e-5, 3e-4, 2e-4), **_TREE, DECAY: _linear(0.0, 0.01, 1e-3)}
 FOUNDING = { # the same; "" is the part that every rival has
+    "atoms": _OURS,
     "": {LR: _log(1e-5, 3e-4, 1e-4), DECAY: _linear(0.0, 0.01, 0.0)},
     "himalaya": _OURS,
     "himalaya:published": _FOUNDING_PUBLISHED,

@@ -199,7 +199,7 @@ def int8_graph(
         with quiet():
             quantize_dynamic(
                 before, after, op_types_to_quantize=["MatMul"], per_channel=True,
-                weight_type=QuantType.QInt8, nodes_to_exclude=keep,
+                weight_type=QuantType.QInt8, reduce_range=True, nodes_to_exclude=keep,
                 use_external_data_format=True, extra_options=dict(MatMulConstBOnly=True),
             )
         return onnx.load(after)

@@ -48,6 +48,8 @@ class Position:
     confusion: dict = field(default_factory=dict) # of the last evaluation, per task with labels
     kept_bytes: list = field(default_factory=list) # per finished task: all that is kept then
     final: dict = field(default_factory=dict) # task → metrics on the rows of the last evaluation
+    # kind of instructions → task → metrics, where the tasks were asked in other words at the end
+    reworded: dict = field(default_factory=dict)
     # task → rows of [digest, answer], see `running.evaluation.generate_answers`
     answers: dict = field(default_factory=dict)
     # task → rows of [answer, value] of its last evaluation, see `running.evaluation.evaluate`

@@ -9,7 +9,7 @@ __all__ = ['log', 'stream_of', 'order_of', 'source_of', 'row_length', 'TaskData'
 import contextlib
 import logging
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Callable
 
 from .backbone import load_tokenizer
@@ -78,12 +78,16 @@ class TaskData:
     # rows by which its training is stopped early, where it is
     development: EvaluationTask | None = None
     num_workers: int = 0 # processes that prepare batches
+    group_by_length: bool = False # rows of like length in a batch
+    # kind of instructions → the rows of `evaluation` with those
+    reworded: dict[str, EvaluationTask] = field(default_factory=dict)
 
     def make_loader(self, epoch: int = 0, start: int = 0) -> TaskLoader:
         "The batches of one epoch in their seeded order, from micro-batch `start` on."
         return TaskLoader(
             self.train, self.collator, self.batch_size, seed=mixed_seed(self.seed, self.task.name),
             start_step=start, epoch=epoch, num_workers=self.num_workers,
+            group_by_length=self.group_by_length,
         )
     @property
     def n_batches(self) -> int: return len(self.make_loader())
@@ -117,6 +121,7 @@ def _task_data(config, task, instruction, splits, tokenizer):
         told=instruction if tells_hooks(config.instructions) else "",
         development=splits["development"] and judged_by(splits["development"]),
         num_workers=training["dataloader_num_workers"],
+        group_by_length=training["train_sampling_strategy"] == "group_by_length",
     )
 
 # %% ../../nbs/running/20_data.ipynb #68742f05
@@ -153,6 +158,22 @@ def _cuts_of(name, splits):
                    development=splits["development"])
     return {f"{name}, {k}": cut_counts(rows) for k, rows in counted.items() if rows is not None}
 
+# %% ../../nbs/running/20_data.ipynb #dcce0a6e
+def _reworded(config, stream):
+    "Task → kind of instructions → the task with those, for the questions at the end."
+    ways = {how: instructed(stream, how, config.stream)[1]
+            for how in config.evaluation["instructions"]}
+    return {t.name: {how: of.tasks[i] for how, of in ways.items()}
+            for i, t in enumerate(stream.tasks)}
+
+def _asked_again(config, tasks, rows):
+    "The rows of a task's evaluations in other words."
+    e = config.evaluation
+    read = {how: rows(t, "validation", max_rows=e["max_eval_rows"]) for how, t in tasks.items()}
+    out = {how: evaluation_task(tasks[how], of, e["max_new_tokens"]) for how, of in read.items()}
+    for of in read.values(): of.close()
+    return out
+
 # %% ../../nbs/running/20_data.ipynb #9513fda4
 def load_tasks(
     config: RunConfig, # resolved
@@ -170,10 +191,12 @@ def load_tasks(
         task, source, split, tokenizer=tokenizer, max_length=max_length,
         cache_dir=config.cache_dir, tokenizer_key=key, **kw)
     trained, evaluated = (s.tasks for s in instructed(stream, config.instructions, config.stream))
+    reworded = _reworded(config, stream)
     with progress(list(zip(stream.tasks, trained, evaluated)), desc="data", unit="task") as todo:
         for task, learnt, asked in todo:
             splits = _splits(config, learnt, asked, rows)
             out[task.name] = _task_data(config, task, learnt.instruction, splits, tokenizer)
+            out[task.name].reworded = _asked_again(config, reworded[task.name], rows)
             cuts |= _cuts_of(task.name, splits)
             # files of many tasks would otherwise stay open until each is needed
             for read in splits.values():

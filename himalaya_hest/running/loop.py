@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['log', 'TOLD_EVERY_S', 'evaluate_seen', 'evaluate_all', 'evaluate_backbone', 'final_tasks', 'evaluate_final',
-           'evaluate_energy', 'faults_of', 'run_task', 'tell_skipped', 'BetweenSteps', 'sizes_of', 'tell_tasks',
-           'train_stream']
+           'evaluate_reworded', 'evaluate_energy', 'faults_of', 'run_task', 'tell_skipped', 'BetweenSteps', 'sizes_of',
+           'tell_tasks', 'train_stream']
 
 # %% ../../nbs/running/25_loop.ipynb #b1255086
 import contextlib
@@ -84,10 +84,28 @@ def final_tasks(run: ContinualRun) -> list[EvaluationTask]: # in the order train
 def evaluate_final(run: ContinualRun) -> None:
     "Evaluate all tasks on the rows of the last evaluation, once."
     if not run.config.evaluation["final_eval_rows"] or run.position.final: return
-    backbone_alone = run.config.protocol == "zero_shot"
-    with (run.adapter.model.disable_adapter() if backbone_alone else contextlib.nullcontext()):
+    with _as_trained(run):
         run.position.final, _ = _scored(run, final_tasks(run), rows=run.position.rows)
-    if not backbone_alone: save_run(run)
+    if run.config.protocol != "zero_shot": save_run(run)
+
+def _as_trained(run):
+    "With the adapter, or without where the backbone alone is asked."
+    alone = run.config.protocol == "zero_shot"
+    return run.adapter.model.disable_adapter() if alone else contextlib.nullcontext()
+
+# %% ../../nbs/running/25_loop.ipynb #ba07aeaf
+def _mean_score(scores): return float(np.mean([s["score"] for s in scores.values()]))
+
+def evaluate_reworded(run: ContinualRun) -> None:
+    "Ask all tasks once more in other words, where the run wants that."
+    again = run.position.reworded
+    for how in run.config.evaluation["instructions"]:
+        # what was asked before a kill is not asked again
+        if how in again: continue
+        with _as_trained(run):
+            again[how], _ = _scored(run, [run.data[n].reworded[how] for n in run.order])
+        log.info("instructions %s: %.3f", how, _mean_score(again[how]))
+        if run.config.protocol != "zero_shot": save_run(run)
 
 # %% ../../nbs/running/25_loop.ipynb #cf8b5ea4
 def evaluate_energy(run: ContinualRun) -> None:
@@ -251,8 +269,6 @@ def _finish_task(run, life):
     log.info("%d/%d just learned %s", p.task, len(run.order), shown)
     if retained is not None: run.on_task(p.task, retained)
     return f"{p.task}/{len(run.order)} {shown}"
-
-def _mean_score(scores): return float(np.mean([s["score"] for s in scores.values()]))
 
 # %% ../../nbs/running/25_loop.ipynb #61d14988
 def _finish_joint(run):

@@ -136,6 +136,9 @@ class TrainingParameters(Optimisation):
     gradient_checkpointing: bool | None = None
     # seconds between two checkpoints inside a task
     checkpoint_interval_s: float = parameter(20., FROM_ZERO)
+    # rows of like length in a batch: less padding, another order; None: as the scale says
+    train_sampling_strategy: str | None = later(
+        None, OneOf(("random", "group_by_length")), silent="random")
     # processes that prepare batches; figures are the same with any number
     dataloader_num_workers: int = parameter(0, FROM_ZERO)
     # processes (GPUs) that share an optimiser step, each with micro-batches of its own; torchrun
@@ -178,6 +181,9 @@ class EvaluationParameters:
     max_development_rows: int = later(1000, POSITIVE)
     # of generation; 1: greedy
     num_beams: int = later(1, Within(1, said="be at least 1, which is greedy"))
+    # other words under which all tasks are asked once more at the end of the stream:
+    # paraphrased, paraphrased_hard, shared, absent
+    instructions: list = later([])
 
 # %% ../../nbs/running/01_parameters.ipynb #bb622548
 @dataclass

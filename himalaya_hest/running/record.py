@@ -261,6 +261,9 @@ def final_part(run: ContinualRun) -> dict: # for the record; empty without such 
 def _of_some(run):
     "What only some runs have."
     out = final_part(run)
+    if run.position.reworded:
+        out["reworded"] = {how: {n: s["score"] for n, s in scores.items()}
+                           for how, scores in run.position.reworded.items()}
     if run.position.energy: out["energy"] = run.position.energy["details"]
     if run.sandbox: out["code_execution"] = run.sandbox
     return out

@@ -14,26 +14,33 @@ SCALES = { # what a scale gives to parameters that were left open
     "mini": dict(
         model="mini", stream="mini25", dtype="auto", quantisation="none",
         search=dict(stream="mini25_dev"),
-        training=dict(max_train_rows=400, bf16=False, gradient_checkpointing=False),
+        training=dict(
+            max_train_rows=400, bf16=False, gradient_checkpointing=False,
+            train_sampling_strategy="random"),
         evaluation=dict(max_eval_rows=50, final_eval_rows=None, per_device_eval_batch_size=128),
     ),
     "small": dict(
-        model="HuggingFaceTB/SmolLM2-135M-Instruct", stream="small_candidates", dtype="auto",
-        quantisation="none", search=dict(stream="small_candidates_dev"),
+        model="HuggingFaceTB/SmolLM2-135M-Instruct", stream="small10", dtype="auto",
+        quantisation="none", search=dict(stream="small3_dev"),
         training=dict(
-            max_train_rows=400, max_length=256, bf16=False, gradient_checkpointing=False),
+            max_train_rows=400, max_length=128, bf16=False, gradient_checkpointing=False,
+            train_sampling_strategy="group_by_length"),
         evaluation=dict(max_eval_rows=50, final_eval_rows=150, per_device_eval_batch_size=50),
     ),
     "medium": dict(
         model="Qwen/Qwen2.5-0.5B", stream="continual25_medium", dtype="bfloat16",
         quantisation="none", search=dict(stream="continual25_dev"),
-        training=dict(max_train_rows=2000, bf16=True, gradient_checkpointing=False),
+        training=dict(
+            max_train_rows=2000, bf16=True, gradient_checkpointing=False,
+            train_sampling_strategy="random"),
         evaluation=dict(max_eval_rows=200, final_eval_rows=None, per_device_eval_batch_size=32),
     ),
     "full": dict(
         model="NousResearch/Llama-2-7b-hf", stream="continual25", dtype="bfloat16",
         quantisation="nf4", search=dict(stream="continual25_dev"),
-        training=dict(max_train_rows=50_000, bf16=True, gradient_checkpointing=True),
+        training=dict(
+            max_train_rows=50_000, bf16=True, gradient_checkpointing=True,
+            train_sampling_strategy="random"),
         evaluation=dict(max_eval_rows=200, final_eval_rows=1000, per_device_eval_batch_size=8),
     ),
 }

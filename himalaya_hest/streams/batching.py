@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PROBE', 'PADDED', 'text_ids', 'start_ids', 'end_id', 'stop_ids', 'pad_id', 'cut_middle', 'encode_all', 'encode',
            'ChatLayout', 'pieces_of', 'stretches', 'chat_layout', 'chat_rows', 'with_chat_template', 'as_asked',
-           'follows_template', 'Collator', 'prompt_row', 'row_order', 'TaskLoader']
+           'follows_template', 'Collator', 'prompt_row', 'TaskLoader']
 
 # %% ../../nbs/streams/05_batching.ipynb #8ee039f9
 import copy
@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from .order import grouped_batches, row_order
 from .tasks import Example
 
 # %% ../../nbs/streams/05_batching.ipynb #fb3ed528
@@ -380,18 +381,6 @@ def prompt_row(
     n = sum(row["prompt_mask"]) # a prompt leads its row
     return {k: list(row[k][:n]) for k in ("input_ids", "prompt_mask", "instruction_mask")}
 
-# %% ../../nbs/streams/05_batching.ipynb #f37e6186
-def row_order(
-    n_rows: int, # rows of the task
-    seed: int, # seed of the run, at least 0
-    epoch: int = 0, # pass over the rows, from 0
-) -> list[int]: # a permutation of 0 … n_rows - 1
-    "The order of a task's rows in one epoch."
-    import numpy as np
-    return np.random.Generator(
-        np.random.Philox(np.random.SeedSequence([seed, epoch]))
-    ).permutation(n_rows).tolist()
-
 # %% ../../nbs/streams/05_batching.ipynb #294ceb8d
 class TaskLoader:
     "Training batches of one task in a seeded order, from any step on; re-iterable."
@@ -403,11 +392,13 @@ class TaskLoader:
         start_step: int = 0, # batches to leave out at the start
         epoch: int = 0, # which pass, part of the seed
         num_workers: int = 0, # processes that prepare batches ahead; the batches are the same
+        group_by_length: bool = False, # rows of like length in a batch, see `grouped_batches`
     ):
         if batch_size < 1: raise ValueError(f"batch_size is {batch_size}, expected at least 1")
         self.dataset, self.collator, self.batch_size, self.seed, self.epoch, self.num_workers = (
             dataset, collator, batch_size, seed, epoch, num_workers
         )
+        self.group_by_length = group_by_length
         # rounded up: the last batch may have fewer rows
         self.n_steps = -(-len(dataset) // batch_size)
         if not 0 <= start_step <= self.n_steps:
@@ -421,7 +412,9 @@ class TaskLoader:
 @patch
 def __iter__(self: TaskLoader) -> Iterator[dict[str, Tensor]]:
     order, n = row_order(len(self.dataset), self.seed, self.epoch), self.batch_size
-    groups = [order[step * n:(step + 1) * n] for step in range(self.start_step, self.n_steps)]
+    groups = (grouped_batches(self.dataset, order, n, self.seed, self.epoch)
+              if self.group_by_length else [order[k:k + n] for k in range(0, len(order), n)])
+    groups = groups[self.start_step:]
     if not self.num_workers:
         yield from (self.collator([self.dataset[i] for i in group]) for group in groups)
     else:

@@ -9,7 +9,7 @@ __all__ = ['MixedRows', 'n_kept', 'KeptRows', 'row_bytes', 'kept_bytes']
 from bisect import bisect_right
 from itertools import accumulate
 
-from .batching import row_order
+from .order import row_order
 
 # %% ../../nbs/streams/07_mixed_rows.ipynb #d921321b
 class MixedRows:

@@ -40,7 +40,8 @@ class Lesson:
         args = self.trainer.args
         return TaskLoader(
             self.rows.rows, self.trainer.data_collator, args.per_device_train_batch_size,
-            mixed_seed(args.seed, self.task.name), start, epoch, args.dataloader_num_workers)
+            mixed_seed(args.seed, self.task.name), start, epoch, args.dataloader_num_workers,
+            getattr(args, "train_sampling_strategy", "random") == "group_by_length")
 
     def event(self, name, **more):
         "Tell the trainer's callbacks, and hear what they want."

@@ -64,6 +64,11 @@ def check_arguments(
         if getattr(args, name, None) not in (usual.get(name), None, False, ""):
             raise ValueError(f"TrainingArguments({name}={getattr(args, name)!r}) has no effect on "
                              f"a stream of tasks: {instead}")
+    # rows are shuffled; those of one length stand together only where that is asked
+    order = getattr(args, "train_sampling_strategy", "random")
+    if order not in ("random", "group_by_length"):
+        raise ValueError(f"TrainingArguments(train_sampling_strategy={order!r}): rows of a task are "
+                         "shuffled; use 'random' or 'group_by_length'")
     if not str(getattr(args.optim, "value", args.optim)).startswith("adamw_torch"):
         raise ValueError(f"TrainingArguments(optim={args.optim!r}): the optimiser is AdamW, since "
                          "rates and groups are a method's own; leave it out")

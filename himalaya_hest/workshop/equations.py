@@ -50,7 +50,7 @@ def method_modules(
 
 # %% ../../nbs/workshop/12_equations.ipynb #ca0d4b23
 def module_and_path(
-    name: str, # a function of the package, such as himalaya.dictionary.Update.apply
+    name: str, # a function of the package, such as bridge.update.Update.apply
     folder: Path = PACKAGE,
 ) -> tuple[str, list[str]]: # the module, and the way to the function inside it
     "Where the module's name ends; `ModuleNotFoundError` if there is none."

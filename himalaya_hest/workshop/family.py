@@ -333,7 +333,7 @@ def _ewc_faults(
 # %% ../../nbs/workshop/01_family.ipynb #668b1c98
 # of PEFT's own, those that are tested; others may work
 PEFT_METHODS = ("lora", "vera", "ia3", "osf", "oft", "fourierft", "randlora")
-OF_ONE_PRESET = ("lora-bank", "olora", "gpm-lora", "reft", "lilac", "coltas", "glodis",
+OF_ONE_PRESET = ("atoms", "lora-bank", "olora", "gpm-lora", "reft", "lilac", "coltas", "glodis",
                  "lora-masked", "hest", "tabs", "bhsp", "spectral", "int8", "random-mask",
                  "depth-mask", *PEFT_METHODS)
 FAMILY = [*(("himalaya", preset) for preset in ("default", "published", "published_gain")),

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NO_MERGE', 'READER_SKIPS', 'SUBJECTS', 'SHELL_MERGE', 'CORE_SKIPS', 'GATED_SKIPS', 'Subject', 'config_class',
-           'himalaya_under_way', 'bank_under_way', 'reader', 'core_under_way', 'rival', 'lora_kin', 'gated_under_way',
-           'gated', 'embedded', 'blocked', 'tiny_decoders', 'find_subject']
+           'himalaya_under_way', 'bank_under_way', 'atoms_under_way', 'reader', 'core_under_way', 'rival', 'lora_kin',
+           'gated_under_way', 'gated', 'embedded', 'blocked', 'tiny_decoders', 'find_subject']
 
 # %% ../../nbs/workshop/03_peft_subjects.ipynb #acb2a2a8
 import importlib
@@ -47,6 +47,11 @@ def config_class(
     return getattr(importlib.import_module(module), name)
 
 # %% ../../nbs/workshop/03_peft_subjects.ipynb #95898b87
+def _begin(core):
+    "Statistics of generic text, and a first task in training."
+    for scale in (core.router.e_scale, core.router.t_scale): scale.fill_(1)
+    core.current.zero_()
+
 @torch.no_grad()
 def himalaya_under_way(
     tuner,
@@ -55,8 +60,7 @@ def himalaya_under_way(
     "Statistics, and three open slots of a task in progress."
     core, config = tuner.himalaya_core[name], tuner.peft_config[name]
     router, gain, K = core.router, core.dictionary.gain, config.n_slots
-    for scale in (router.e_scale, router.t_scale): scale.fill_(1)
-    core.current.zero_()
+    _begin(core)
     core.owner[:3] = 0
     router.w2[:, :3] = 3 / router.n_features**.5
     router.w2[:, K:K + 3] = torch.rand(router.n_features, 3) / router.n_features**.5
@@ -70,13 +74,28 @@ def bank_under_way(
 ) -> None:
     "Statistics, and the first task's LoRA in training: random directions, sizes zero or random."
     core = tuner.lora_bank_core[name]
-    for scale in (core.router.e_scale, core.router.t_scale): scale.fill_(1)
+    _begin(core)
     core.used.fill_(1)
-    core.current.zero_()
     for p in (*core.dictionary.a.values(), *core.dictionary.b.values()): p.normal_()
     for p in core.dictionary.gain.values():
         if tuner.peft_config[name].init_weights: p.zero_()
         else: p.uniform_(.5, 1)
+
+# %% ../../nbs/workshop/03_peft_subjects.ipynb #51374918
+@torch.no_grad()
+def atoms_under_way(
+    tuner,
+    name: str, # of the adapter
+) -> None:
+    "Statistics, and a task in training: random directions, cores zero or random."
+    core = tuner.atoms_core[name]
+    _begin(core)
+    # the task that is in training is known to the router
+    for view in (core.router.content, core.router.instruction): view.add(torch.randn(4, view.k))
+    cores = core.dictionary
+    for p in (cores.q, cores.d): p.normal_()
+    if tuner.peft_config[name].init_weights: cores.core.zero_()
+    else: cores.core.uniform_(.5, 1)
 
 # %% ../../nbs/workshop/03_peft_subjects.ipynb #f41e9396
 NO_MERGE = "the update depends on the prompt, so it cannot be merged into the weights"
@@ -118,6 +137,8 @@ def reader(
 
 # %% ../../nbs/workshop/03_peft_subjects.ipynb #dff3679f
 SUBJECTS = {
+    "atoms": reader("himalaya_hest.himalaya.atoms_tuner:AtomsConfig", atoms_under_way,
+                    dict(r=4, n_coordinates=8, n_features=32)),
     "himalaya": reader("himalaya_hest.himalaya.tuner:HimalayaConfig", himalaya_under_way,
                        dict(n_slots=8, n_features=64)),
     "lora_bank": reader("himalaya_hest.adapters.lora_bank:LoraBankConfig", bank_under_way,

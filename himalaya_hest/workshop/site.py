@@ -22,7 +22,7 @@ SECTIONS = [
     ("Get started", r"START|80a_|80[b-z]?_|81a_"),
     ("Guides", r"81_|82_|83_|84_|85_|86_|86a_|98d_|98c_|98b_|95_|95a_"),
     ("How it works", r"87_|87a_|workshop/\d+_equations"),
-    ("Results", r"94b_|94_|94a_|93_|93a_|97_|97a_|98a_"),
+    ("Results", r"94b_|94c_|94_|94a_|93_|93a_|97_|97a_|98a_"),
     ("Benchmark", r"90_|91_|92_|88_|88a_|adapters/\d+_citations|study/\d+_quoted"),
     ("Reference", r"00_face|96b_|96a_|96_|cli/\d+_command_line|98_"),
     ("Project", r"89_|89a_|log\b|89b_"),
