@@ -35,8 +35,7 @@ EWC_DEFAULTS = dict(strength=.3, decay=1., n_examples=256)
 _OF_UNIT_VECTORS = dict(
     learning_rate=1e-2, weight_decay=0., warmup_ratio=0., adam_beta1=.8, adam_beta2=.95)
 TRAINING_DEFAULTS = {
-    "atoms": _OF_UNIT_VECTORS,
-    "himalaya": _OF_UNIT_VECTORS,
+    "himalaya": _OF_UNIT_VECTORS | dict(learning_rate=4e-3), # its cores move by 40 / r of it
     "lora": dict(learning_rate=1e-3, weight_decay=0.),
     "lora+ewc": dict(learning_rate=1e-2, weight_decay=0.),
     "lora-bank": _OF_UNIT_VECTORS,
@@ -49,10 +48,7 @@ USUAL = dict(warmup_ratio=.1, adam_beta1=.9, adam_beta2=.999) # transformers' be
 # %% ../../nbs/adapters/02_defaults.ipynb #069680b4
 _GATED = ("hest", "hest:published", "tabs", "bhsp", "spectral", "int8", "random-mask", "depth-mask")
 FOUNDING_TRAINING = { # at scales without searches
-    "atoms": _OF_UNIT_VECTORS,
-    "himalaya": _OF_UNIT_VECTORS, # rates of unit vectors and gains, which follow the width
-    "himalaya:published": dict(learning_rate=2e-4, weight_decay=1e-3),
-    "himalaya:published_gain": dict(learning_rate=2e-4, weight_decay=1e-3),
+    "himalaya": _OF_UNIT_VECTORS | dict(learning_rate=4e-3), # rates that follow width and rank
     "lora-bank": _OF_UNIT_VECTORS, # as HIMALAYA's
 } | dict.fromkeys(_GATED, dict(learning_rate=3e-5, weight_decay=.01, adam_beta2=.95))
 FOUNDING_RIVALS = dict(learning_rate=1e-4, weight_decay=0.)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 # %% ../../nbs/adapters/01_names.ipynb #2e433f4e
 OURS = { # with the module that registers it with PEFT
-    "atoms": "himalaya.atoms_tuner", "bhsp": "adapters.bhsp", "coltas": "adapters.coltas", "depth-mask": "adapters.masks",
+    "bhsp": "adapters.bhsp", "coltas": "adapters.coltas", "depth-mask": "adapters.masks",
     "glodis": "adapters.glodis", "gpm-lora": "adapters.gpm_lora", "hest": "hest.tuner",
     "himalaya": "himalaya.tuner", "int8": "adapters.masks", "lilac": "adapters.lilac",
     "lora-bank": "adapters.lora_bank", "lora-masked": "adapters.masked_lora",
@@ -31,7 +31,7 @@ OF_PEFT = (
     "supertuning", "tinylora", "trainable_tokens", "unilora", "vblora", "vera", "waveft",
     "xlora",
 )
-NO_EWC = ("atoms", "lora-bank", "olora")
+NO_EWC = ("himalaya", "lora-bank", "olora")
 PROMPT_LEARNING = {
     "prompt_tuning", "multitask_prompt_tuning", "p_tuning", "prefix_tuning", "adaption_prompt",
     "cpt", "cartridge",

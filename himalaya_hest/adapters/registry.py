@@ -29,7 +29,7 @@ from ..ground.table import Table
 for method_module in OURS.values(): import_module(f"himalaya_hest.{method_module}")
 
 # %% ../../nbs/adapters/16_registry.ipynb #d7addee6
-METHOD_VERSIONS = {"atoms": 2, "himalaya": 2, "lora-masked": 2} # 1 for a method that is not named
+METHOD_VERSIONS = {"himalaya": 3, "lora-masked": 2} # 1 for a method that is not named
 
 def method_versions(
     adapter: str, # for instance "himalaya" or "lora+ewc"
@@ -38,7 +38,7 @@ def method_versions(
     return {part: METHOD_VERSIONS.get(part, 1) for part in adapter.lower().split("+")}
 
 # %% ../../nbs/adapters/16_registry.ipynb #07e611de
-SET_BY_RUN = ("preset", "seed", "peft_type", "task_type", "inference_mode", "router_digest")
+SET_BY_RUN = ("preset", "seed", "peft_type", "task_type", "inference_mode")
 
 def _scalar(name, value, annotation):
     """The value, if its type agrees with a plain annotation (int, float, bool, str, or one of these
