@@ -28,7 +28,7 @@ from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import unit
 from ..ground.rows import RowStack
 from .router import covariance, Router, task_scores
-from .task_cores import TaskCores, task_bytes, task_update
+from .task_cores import TaskCores, task_bytes, task_factors, task_update
 
 add_peft_type("HIMALAYA")
 
@@ -150,22 +150,28 @@ def task_route(
     core: HimalayaCore,
     e: Tensor, # (b, d)
     tau: Tensor, # (b, d)
-): # Update, or None: there is nothing to apply
+): # what is applied at every site, or None: there is nothing to apply
     "In training the task's own update for every sequence, otherwise that of the task it finds."
-    cores, now = core.tasks, int(core.current) >= 0
-    if core.training and torch.is_grad_enabled():
-        return task_update(cores, cores.live(), e.new_ones(len(e), 1)) if now else None
+    cores = core.tasks
+    if core.training and torch.is_grad_enabled(): # between two tasks nothing acts
+        return task_update(cores, cores.live(), (core.current >= 0).to(e).expand(len(e), 1))
     if not len(core.router): return None
-    chosen, which = nearest_tasks(core, e, tau).unique(return_inverse=True)
+    tasks = nearest_tasks(core, e, tau)
+    # how many tasks a batch mixes hangs on numbers, which a graph that is made once cannot ask
+    if torch.compiler.is_compiling(): return task_factors(cores, _numbers(core, tasks))
+    chosen, which = tasks.unique(return_inverse=True)
     weight = torch.nn.functional.one_hot(which, len(chosen)).to(e)
     return task_update(cores, _numbers(core, chosen), weight)
 
 def _numbers(core, tasks):
-    "Of the tasks that a batch uses; the one in training stands behind the finished ones."
+    "Of each of these tasks; the one in training stands behind the finished ones."
     cores, n = core.tasks, len(core.tasks.finished)
-    if not bool((tasks >= n).any()): return cores.kept(tasks)
-    parts = [cores.kept(tasks[tasks < n])] if bool((tasks < n).any()) else []
-    return tuple(torch.cat(x) for x in zip(*parts, cores.live()))
+    if len(core.router) == n: return cores.kept(tasks)
+    live = [x.expand(len(tasks), *x.shape[1:]) for x in cores.live()]
+    if not n: return tuple(live)
+    def old(x): return (tasks < n).view(-1, *[1] * (x.dim() - 1))
+    kept = cores.kept(tasks.clamp_max(n - 1))
+    return tuple(torch.where(old(k), k, x) for k, x in zip(kept, live))
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #4ab9452c
 class HimalayaHooks(StreamHooks):
@@ -334,6 +340,6 @@ def lora_factors(
     task: int, # index of a finished task
 ) -> dict[str, tuple[Tensor, Tensor]]: # module → A (r, d_in), B (d_out, r): W + B A
     "A task as a LoRA of the same rank, with lora_alpha = r."
-    update = task_update(core.tasks, core.tasks.kept(torch.tensor([task])), torch.ones(1, 1))
-    return {site.name: (read, write.T)
-            for site, read, write in zip(core.sites, update.read, update.write)}
+    of = task_factors(core.tasks, core.tasks.kept(torch.tensor([task])))
+    return {site.name: (read[0], write[0].T)
+            for site, read, write in zip(core.sites, of.read, of.write)}
