@@ -28,7 +28,7 @@ def ball(
 @dataclass
 class Update:
     "What acts on a batch, ready to be applied at every site: u rank-1 updates."
-    slots: Tensor # (u,) int64, which of the method's own they are
+    which: Tensor # (u,) int64, of the method's own
     strength: list[Tensor] # per site (b, u), or (b, n, u) per token: v'
     read: list[Tensor] # per site (u, d_in)
     write: list[Tensor] # per site (u, d_out)

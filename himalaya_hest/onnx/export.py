@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .pieces import acting, take_apart
-from .slots import Sites
 from .session import FILES, FORMAT, file_digest, info_digest
 from .step import OPSET, add_functions
+from .tasks import Sites
 
 # %% ../../nbs/onnx/05_export.ipynb #8f6a94d7
 class Traced(nn.Module):
@@ -271,7 +271,7 @@ def export_onnx(
     model: nn.Module, # a causal LM in float32, or a PEFT model with one active adapter
     folder: str | Path, # made if it is not there
     *,
-    packed: bool = True, # the adapter's vectors as they are stored; False: float32
+    packed: bool = True, # the bank's vectors as they are stored; False: float32
     int8: bool = False, # quantise the backbone's products
     all_logits: bool = False, # of every token, not of the last
 ) -> dict: # what onnx.json says
@@ -317,6 +317,7 @@ def info_of(model, pieces, past, arguments) -> dict:
         format=FORMAT, adapter=_kind(model), routed=router is not None, past=past,
         kv_heads=[s[1] for s in shapes], head_dims=[s[3] for s in shapes],
         prompt_inputs=list(sites.prompt_inputs) if sites is not None else [],
+        tasks=getattr(sites, "tasks", None),
         eos_token_id=eos, pad_token_id=pad, vocab_size=config.vocab_size,
         backbone=dict(
             model_type=config.model_type, hidden_size=config.hidden_size, layers=len(shapes)

@@ -99,7 +99,7 @@ def export_parser(
     parser.add_argument(
         "--rows", type=int, default=4, help="of each task, whose answers are compared"
     )
-    parser.add_argument("--float", action="store_true", help="the adapter's vectors unpacked")
+    parser.add_argument("--float", action="store_true", help="the vectors of lora-bank unpacked")
     parser.add_argument("--int8", action="store_true", help="quantise the backbone")
     # a record holds the digest of such a module's source, and not where it lies
     parser.add_argument(

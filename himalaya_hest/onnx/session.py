@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'FILES', 'open_graph', 'read_info', 'file_digest', 'info_digest', 'info_faults', 'check_files',
-           'graph_faults', 'OpenedExport', 'tokens_of', 'RoutedExport', 'OnnxSession', 'workloads', 'interval',
-           'process_s', 'rounds_of', 'summary', 'peak_memory_mb', 'measure', 'main']
+           'graph_faults', 'OpenedExport', 'tokens_of', 'task_index', 'RoutedExport', 'OnnxSession', 'workloads',
+           'interval', 'process_s', 'rounds_of', 'summary', 'peak_memory_mb', 'measure', 'main']
 
 # %% ../../nbs/onnx/02_session.ipynb #a79ea932
 import argparse
@@ -87,6 +87,8 @@ _RULES = dict(
     routed=lambda v: isinstance(v, bool), past=_names, prompt_inputs=_names,
     kv_heads=_ints(1, 4096), head_dims=_ints(1, 65_536), eos_token_id=_ints(-1, 2**31),
     pad_token_id=lambda v: type(v) is int and 0 <= v < 2**31, files=_files,
+    # an adapter whose tasks have no names leaves them out
+    tasks=lambda v: v is None or _names(v),
 )
 
 # %% ../../nbs/onnx/02_session.ipynb #42e1830e
@@ -203,12 +205,24 @@ def tokens_of(input_ids, attention_mask) -> tuple[np.ndarray, np.ndarray]: # (b,
         "their attention_mask is all zero"
     )
 
+# %% ../../nbs/onnx/02_session.ipynb #cbbe7b77
+def task_index(info: dict, name: str) -> int:
+    "Place of a task among those of an export; `ValueError` for a name that none has."
+    known = info.get("tasks") or []
+    if name in known: return known.index(name)
+    raise ValueError(
+        f"no task has the name {name!r}; this export has {', '.join(known) or 'none with names'}"
+    )
+
 # %% ../../nbs/onnx/02_session.ipynb #fdb2cfbd
 class RoutedExport(OpenedExport):
     "An opened folder that reads a prompt once."
-    def route(self, input_ids, attention_mask=None, instruction_mask=None) -> dict: # name → array
+    def route(self, input_ids, attention_mask=None, instruction_mask=None,
+        task: str | None = None, # name of the task of all prompts; None: the router finds them
+    ) -> dict: # name → array
         """The further inputs of `model.onnx` for prompts (b, n); none where no prompt is read.
         Without a mask all tokens count; without an instruction in a row, its whole prompt is it."""
+        if task is not None: return dict(task=np.full(len(input_ids), task_index(self.info, task)))
         if self.router is None: return {}
         ids, mask = tokens_of(input_ids, attention_mask)
         instruction = _checked(instruction_mask, ids, "instruction_mask")
@@ -239,6 +253,7 @@ class OnnxSession(RoutedExport):
         return logits, present
     def generate(self, input_ids, attention_mask=None, instruction_mask=None, max_new_tokens=32,
         eos_token_id: int | list[int] | None = None, # None: as exported
+        task: str | None = None, # as of `route`
     ) -> np.ndarray: # (b, n + new) int64; a finished row goes on with the padding token
         "Greedy continuation of every row of (b, n), padded on the left."
         ids, mask = tokens_of(input_ids, attention_mask)
@@ -246,7 +261,8 @@ class OnnxSession(RoutedExport):
         if not mask[:, -1].all():
             raise ValueError("attention_mask ends with 0: batches have to be padded on the left")
         stop = np.atleast_1d(self.info["eos_token_id"] if eos_token_id is None else eos_token_id)
-        routing, past = self.route(ids, mask, instruction_mask), self.empty_past(len(ids))
+        routing = self.route(ids, mask, instruction_mask, task)
+        past = self.empty_past(len(ids))
         new, alive = ids, np.ones(len(ids), bool)
         for _ in range(max_new_tokens):
             # the prompt in the first round, one token in each further one
