@@ -81,9 +81,10 @@ def update_norms(
 
 def _norms(core): # (tasks, sites), the one in training last
     cores = core.tasks
-    of = [cores.kept(torch.arange(len(cores.finished), device=core.current.device))]
-    if int(core.current) >= 0: of.append(cores.live())
-    return torch.cat([update_norms(cores, numbers) for numbers in of])
+    n, of = len(cores.finished), [torch.empty(0, len(cores.sites), device=core.current.device)]
+    if n: of.append(update_norms(cores, cores.kept(torch.arange(n, device=core.current.device))))
+    if int(core.current) >= 0: of.append(update_norms(cores, cores.live()))
+    return torch.cat(of)
 
 # %% ../../nbs/compare/12_tasks.ipynb #49f534af
 def _tasks(core, norms):
