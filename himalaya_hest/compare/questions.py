@@ -156,7 +156,8 @@ _RATES = ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")
 def _trained_with(record):
     "What tells two tunings of one reference apart, as text."
     c = record["config"]
-    return json.dumps([[c.get("training", {}).get(k) for k in _RATES], c.get("adapter_config") or {}])
+    rates = [c.get("training", {}).get(k) for k in _RATES]
+    return json.dumps([rates, c.get("adapter_config") or {}])
 
 # %% ../../nbs/compare/04_questions.ipynb #cdbb09db
 def tuned_single(

@@ -102,7 +102,7 @@ def final_mean(runs) -> float | None: # over the runs that have one
 def large_mb(
     runs: dict, # (seed, order_seed) → record of one method
 ) -> float | None: # None where the adapter is not known here
-    "Computed for the large model, where all runs of a method keep the same: MB after the last task."
+    "MB after the last task, computed for the large model: all runs of a method keep the same."
     from himalaya_hest.compare.large import large_adapter, large_bytes
     first = next(iter(runs.values()))
     try: large = large_adapter(first)

@@ -101,7 +101,8 @@ def _tasks(core, norms):
 def _sizes(core, norms):
     "Mean of ‖ΔW‖ over the tasks, a row a block and a column a kind of site."
     at = {}
-    for i, s in enumerate(core.sites): at.setdefault((block_of(s.name), s.name.rsplit(".", 1)[-1]), []).append(i)
+    for i, s in enumerate(core.sites):
+        at.setdefault((block_of(s.name), s.name.rsplit(".", 1)[-1]), []).append(i)
     kinds = list(dict.fromkeys(kind for _, kind in at))
     def size(key): return float(norms[:, at[key]].mean()) if key in at and len(norms) else None
     rows = [[b, *(size((b, k)) for k in kinds)] for b in dict.fromkeys(b for b, _ in at)]
@@ -137,7 +138,8 @@ def _routing(found, wanted):
         right = len(got) - len(wrong)
         rows.append([name, len(got), right, len(wrong), right / len(got), told])
     columns = ["task", "prompts", "right", "wrong", "share right", "found instead"]
-    return Table(f"Routing: {sum(r[2] for r in rows)} of {len(found)} prompts right", columns, rows)
+    n_right = sum(r[2] for r in rows)
+    return Table(f"Routing: {n_right} of {len(found)} prompts right", columns, rows)
 
 # %% ../../nbs/compare/12_tasks.ipynb #b547f5e2
 def _unfinished(core, norms):
@@ -162,7 +164,8 @@ def _unfinished(core, norms):
 def _warnings(core, norms, config, tables):
     "All of them, in one order."
     out, mb = _unfinished(core, norms), tables["bytes"].rows[-1][1] / 1e6
-    if mb > config.budget_mb: out.append(f"{mb:.3f} MB are over the limit of {config.budget_mb:g} MB")
+    if mb > config.budget_mb:
+        out.append(f"{mb:.3f} MB are over the limit of {config.budget_mb:g} MB")
     if "routing" in tables and (shy := [r[0] for r in tables["routing"].rows if r[4] < .95]):
         out.append(f"less than 95 % of the prompts of {listed(shy)} find their task")
     return out
@@ -179,16 +182,19 @@ def himalaya_report(
     """What a HIMALAYA adapter is, its bytes by part, how large its updates are, and which tasks are
     found; `ValueError` for a model with another adapter."""
     adapter, name, config = adapter_of(model, HimalayaModel, adapter_name, "himalaya_report")
-    core = adapter.tuner.cores[name]
+    core, tables = adapter.tuner.cores[name], {}
     # a report leaves the model as it was
     with left_alone(adapter.model):
         norms = _norms(core)
-        tables = dict(what=_what(adapter.model, name, config, core), bytes=_bytes(adapter, name, config),
-                      tasks=_tasks(core, norms), sizes=_sizes(core, norms))
+        tables["what"] = _what(adapter.model, name, config, core)
+        tables["bytes"] = _bytes(adapter, name, config)
+        tables |= dict(tasks=_tasks(core, norms), sizes=_sizes(core, norms))
         scores = None if prompts is None else _scores(adapter.tuner, name, prompts)
     if wanted is not None and (scores is None or len(wanted) != len(scores)):
-        raise ValueError("wanted of himalaya_report names the task of each prompt: as many names as prompts")
+        raise ValueError(
+            "wanted of himalaya_report names the task of each prompt: as many names as prompts")
     if scores is not None and scores.shape[1]:
         tables["prompts"] = _prompts(core, scores, wanted)
         if wanted: tables["routing"] = _routing([r[1] for r in tables["prompts"].rows], wanted)
-    return AdapterReport(f"HIMALAYA, adapter {name!r}", tables, _warnings(core, norms, config, tables))
+    warned = _warnings(core, norms, config, tables)
+    return AdapterReport(f"HIMALAYA, adapter {name!r}", tables, warned)

@@ -36,8 +36,8 @@ def _kept_finding(ours):
     kept = sum(expected_bytes().values()) / 1e6
     f = Finding(
         "3a", "Keeps at most 2.3 MB between tasks", unit="MB", figure=kept, command=ITSELF,
-        told=f"both verdicts by shapes: counted at d = 4096, L = 32 after {HimalayaSettings.n_tasks} "
-        "tasks, which the default expects",
+        told="both verdicts by shapes: counted at d = 4096, L = 32 after the "
+        f"{HimalayaSettings.n_tasks} tasks that the default expects",
     )
     f.here = f.founding = HELD if kept <= 2.3 else NOT_HELD
     # the runs' own bytes are told beside it without deciding it

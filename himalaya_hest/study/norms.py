@@ -13,7 +13,7 @@ from .findings import HELD, NOT_HELD, Evidence, Finding, joined, judge
 
 # %% ../../nbs/study/07_norms.ipynb #614f6995
 def norms(e: Evidence) -> list[Finding]:
-    "Claim 4, on the stream that bench/claims.py ran; both parts hold by construction at any scale."
+    "Claim 4, on the stream that bench/claims.py ran; at any scale both parts hold by construction."
     a = Finding("4a", "Every update stays below γ at every site", founding=HELD)
     b = Finding("4b", "What is kept of a task never changes", founding=HELD, unit="tasks")
     if not (x := e.measured.get("updates")): return [a, b]
