@@ -91,9 +91,6 @@ _OWN = "own; no publication is known but the software. Its parts follow the work
 
 STREAM_METHODS = { # name → keys; what is told beside them
     "himalaya": (
-        ("himalaya_hest", "hu2022lora", "arora2017sif", "masse2018gating", "zeng2019owm", "saha2021gpm",
-         "kirkpatrick2017ewc", "maddison2017concrete", "jang2017gumbel"), _OWN),
-    "atoms": (
         ("himalaya_hest", "hu2022lora", "balazy2024loraxs", "arora2017sif", "tucker1966three",
          "charikar2002countsketch", "salmon2011philox", "fisher1936taxonomic", "hayes2020slda",
          "johnson1984extensions"), _OWN),

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from ..bridge.header import (
     KEY, add_metadata, read_json, read_record, read_tensors, settings_digest)
 from ..ground.files import tensor_digest
-from ..himalaya.flat_form import in_parts
 
 # %% ../../nbs/adapters/18_convert.ipynb #d7ec363e
 def unchanged(
@@ -34,13 +33,10 @@ def unchanged(
 def in_present_form(
     values: dict, # as adapter_config.json has them
     tensors: dict, # name → tensor
-) -> tuple[dict, dict]:
-    "Fields and tensors by the names that they have now."
-    kind = values.get("peft_type")
-    if kind == "HIMALAYA": values = in_parts(values, values.get("preset", "default"))
-    if kind == "LORA_MASKED":
-        tensors = {n.replace(".himalaya_core.", ".lora_masked_core."): t for n, t in tensors.items()}
-    return values, tensors
+) -> dict: # name → tensor
+    "Tensors by the names that they have now."
+    if values.get("peft_type") != "LORA_MASKED": return tensors
+    return {n.replace(".himalaya_core.", ".lora_masked_core."): t for n, t in tensors.items()}
 
 # %% ../../nbs/adapters/18_convert.ipynb #c85b21f0
 def convert_adapter(
@@ -56,7 +52,7 @@ def convert_adapter(
     # what was changed after it was saved is not passed on with a new checksum
     if not unchanged(record, values, tensors):
         raise ValueError(f"the files in {source} were changed or damaged after they were saved; get them again")
-    values, tensors = in_present_form(values, tensors)
+    tensors = in_present_form(values, tensors)
     target.mkdir(parents=True, exist_ok=False)
     file, text = target/SAFETENSORS_WEIGHTS_NAME, json.dumps(values, indent=2, sort_keys=True)
     (target/CONFIG_NAME).write_text(text + "\n", encoding="utf-8")

@@ -342,7 +342,6 @@ class LoraBankModel(RoutedModel):
     def make_hooks(self, name):
         c, contexts = self.peft_config[name], partial(batch_contexts, self, name)
         return BankHooks(self.cores[name], contexts, c.context_batches, c.seed)
-    def dictionary_life(self, adapter_name=None): return [] # no slots come and go
     def card_rows(self, adapter_name: str) -> dict[str, str]: # what → how much
         core = self.core(adapter_name)
         return {"LoRAs kept": f"{int(core.used)}, with places for {core.n_tasks}"}

@@ -186,9 +186,7 @@ class LoraMaskedModel(RoutedModel):
     def answer_keys(self, batch: dict, adapter_name: str | None = None) -> None: return None
     def card_rows(self, adapter_name: str) -> dict[str, int]: # what → how much
         return {"instructions kept": len(self.core(adapter_name).router.codes)}
-    def dictionary_life(self, adapter_name: str | None = None) -> list:
-        # no slots come and go
-        return []
+
 
 # %% ../../nbs/adapters/11_masked_lora.ipynb #89ebb3b3
 @patch

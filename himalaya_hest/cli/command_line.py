@@ -32,8 +32,7 @@ def list_parser(called, **further):
 
 # %% ../../nbs/cli/04_command_line.ipynb #01b5c768
 SAID = { # of methods that no title tells of
-    "atoms": "a few rank-1 updates a task in fixed coordinates of every site, found by a closed form",
-    "himalaya": "rank-1 slots over a shared dictionary; a prompt opens those of its task",
+    "himalaya": "small cores a task in fixed coordinates of every site, found by a closed form",
     "hest": "gates turn directions or blocks off, int8 or fp, within a budget of energy",
     "coltas": "one pair for all layers and small diagonals, as far as it is known",
     "glodis": "shared rank-1 updates, of which a layer takes a few, as far as it is known",
@@ -57,7 +56,7 @@ GROUPED = ("own", "rival", "gated", "PEFT") # in this order
 def _group(name):
     "Where an adapter stands in the list."
     from himalaya_hest.adapters.citations import GATED_METHODS, STREAM_METHODS
-    if name in ("atoms", "himalaya", "hest"): return "own"
+    if name in ("himalaya", "hest"): return "own"
     return "rival" if name in STREAM_METHODS else "gated" if name in GATED_METHODS else "PEFT"
 
 def _adapter_rows():

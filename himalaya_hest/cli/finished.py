@@ -70,7 +70,7 @@ def report_parser(called, **further):
     parser = argparse.ArgumentParser(
         called, **further,
         description="What came of a finished run, as one HTML page that opens offline; and what "
-                    "its adapter is: bytes by part, which atoms or gates work, what it spent.",
+                    "its adapter is: bytes by part, which tasks it has or which gates work, what it spent.",
     )
     parser.add_argument("run", help="folder of a finished run")
     # a page goes somewhere, or there is none
@@ -87,11 +87,11 @@ def report_parser(called, **further):
 
 # %% ../../nbs/cli/02_finished.ipynb #93b7b89c
 def _adapter_text(a): # what was parsed
-    "The report of a run's adapter; of one without atoms and gates its bytes by part."
+    "The report of a run's adapter; of one without tasks and gates its bytes by part."
     from himalaya_hest.jobs.finished_run import open_run
     run = open_run(a.run, adapter_module=a.adapter_module)
     from himalaya_hest.compare.gates import hest_report
-    from himalaya_hest.compare.slots import himalaya_report
+    from himalaya_hest.compare.tasks import himalaya_report
     from himalaya_hest.hest.shell import GatedModel
     from himalaya_hest.himalaya.tuner import HimalayaModel
     from himalaya_hest.measures.record_tables import byte_table

@@ -10,7 +10,7 @@ from .. import lazy_face
 
 # %% ../../nbs/ground/00_ground.ipynb #fd63db3f
 __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.ground", {
-    "linalg": "leading_directions owm_update philox_signs reject unit",
+    "linalg": "philox_signs unit",
     "quant": "dequantise_groups group_codes quantise_groups",
     "loss": "target_logits target_loss",
     "hooks": "HookList StreamHooks TaskContext",

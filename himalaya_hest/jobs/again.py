@@ -23,7 +23,6 @@ from ..running.run_files import exit_status
 from ..measures.record_shape import NEEDED
 from ..measures.records import check_record, grid_file, plain_json, unpack_records
 from ..ground.table import Table
-from ..himalaya.flat_form import all_flat, flat_of, in_parts
 from ..adapters.defaults import searched_defaults
 from ..adapters.names import _config_class, need_adapter_module, parse_adapter
 
@@ -79,7 +78,7 @@ def as_it_was(
     config: dict, # of a record
 ) -> dict: # the same, with what its adapter left open then
     "The config with the class's own values where a search has changed the default since."
-    adapter, preset, given = config["adapter"], config["preset"], flat_of(config)
+    adapter, preset, given = config["adapter"], config["preset"], config["adapter_config"]
     opened = (
         searched_defaults(adapter, preset, config["scale"])["adapter_config"].keys() - given.keys()
     )
@@ -87,14 +86,27 @@ def as_it_was(
     # the class itself knows its values, and brings PyTorch
     from himalaya_hest.adapters.registry import resolve_adapter_config
     method, _ = parse_adapter(adapter)
-    known = in_parts(given, preset) if method == "himalaya" else given
-    own = _config_class(method)(**resolve_adapter_config(adapter, preset, known, config["seed"]))
-    values = all_flat(own) if method == "himalaya" else vars(own)
+    values = vars(
+        _config_class(method)(**resolve_adapter_config(adapter, preset, given, config["seed"])))
     return config | dict(
         adapter_config=given | {k: values[k] for k in sorted(opened) if k in values}
     )
 
 # %% ../../nbs/jobs/14_again.ipynb #91d37fa6
+def _check_version(record):
+    "`ValueError` for a record of another version of its method than the one that is here."
+    # what is registered brings PyTorch
+    from himalaya_hest.adapters.registry import method_versions
+    then = record.get("method_versions") or {}
+    for part, now in method_versions(record["config"]["adapter"]).items():
+        # a record that says nothing is of the first
+        if (was := then.get(part, 1)) != now:
+            raise ValueError(
+                f"{record['run_id']} is of version {was} of {part}, and this package has version "
+                f"{now}, which computes something else: repeat it with the version of its "
+                f"code_version, {record.get('code_version')}"
+            )
+
 def _check_repeatable(record, allow_code_execution, adapter_module):
     "`ValueError` for a run that its record's parameters alone do not repeat."
     config, name = record["config"], record["run_id"]
@@ -128,6 +140,7 @@ def parameters_of(
     """The record's parameters for another run of the same; `ValueError` where they do not suffice,
     or are none."""
     _check_repeatable(record, allow_code_execution, adapter_module)
+    _check_version(record)
     left_out = (*PLACES, "adapter_source")
     kept = {k: v for k, v in as_it_was(record["config"]).items() if k not in left_out}
     if adapter_module: kept["adapter_module"] = adapter_module
@@ -165,7 +178,7 @@ TIMES = (
 )
 GROUPS = (
     "tasks", "matrix", "scores", "row_values", "final", "summary", "bytes", "kept_bytes",
-    "dictionary", "confusion", "energy",
+    "confusion", "energy",
 )
 METERED = ("measured", "latency_ms", "latency_ms_batched") # of the group energy
 

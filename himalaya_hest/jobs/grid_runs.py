@@ -116,7 +116,7 @@ def named_runs(
 # %% ../../nbs/jobs/19_grid_runs.ipynb #1d35d22a
 KEPT = (
     "run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device",
-    "code_version", "method_versions", "bytes", "kept_bytes", "dictionary", "row_values",
+    "code_version", "method_versions", "bytes", "kept_bytes", "row_values",
     "searched", "tracker", "final", "reworded",
 )
 OF_TASK = ("name", "kind", "metric", "group", "shared_instruction", "chance", "steps")

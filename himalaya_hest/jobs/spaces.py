@@ -27,29 +27,18 @@ LAMBDA, TAU = "ewc.strength", "adapter_config.temperature"
 ALPHA, FACTORS = "adapter_config.dual_rate", "adapter_config.k"
 FOUNDING_LAMBDA = 1e-2, 1.
 # rates of unit vectors, which have nothing in common with those of the rivals
-_OURS = {
-    LR: _log(3e-3, 3e-2, 1e-2), "adapter_config.gamma": _log(2.0, 16.0, 4.0),
-    "adapter_config.vector_rate": _log(20.0, 180.0, 60.0),
-}
 _BANK = {
     LR: _log(3e-3, 1e-1, 1e-2), "adapter_config.gamma": _log(2.0, 16.0, 8.0),
     "adapter_config.vector_rate": _log(20.0, 180.0, 60.0),
 }
-_TREE = {
-    "adapter_config.tau": _linear(0.75, 0.9, 0.8),
-    "adapter_config.kd_fanout": _any([4, 8, 16], 8),
-    "adapter_config.initial_temperature": _linear(0.5, 2.0, 1.0),
-}
+# cores and directions have rates of their own, relative to this one
+_OURS = {LR: _log(1e-3, 2e-2, 4e-3), BETA2: _any([.95, .999], .95)}
 
 # %% ../../nbs/jobs/01_spaces.ipynb #37d358e5
 _USUAL = {LR: _log(1e-4, 5e-2, 5e-3), BETA2: _any([.95, .999], .999)}
 _EWC = {LAMBDA: _log(1e-2, 1e3, .3)}
-_PUBLISHED = {LR: _log(1e-4, 5e-2, 5e-3), **_TREE, DECAY: _linear(0.0, 0.01, 0.0)}
-SPACES = { # "method", "method+ewc" or "method:preset" → its space
+SPACES = { # "method" or "method+ewc" → its space
     "himalaya": _OURS,
-    "himalaya:published": _PUBLISHED,
-    "himalaya:published_gain": _PUBLISHED,
-    "atoms": _OURS,
     "lora-bank": _BANK,
     "olora": _USUAL | {"adapter_config.orthogonality": _log(1e-2, 1e2, 0.5)},
     "gpm-lora": _USUAL | {"adapter_config.energy": _linear(0.9, 0.995, 0.97)},
@@ -57,13 +46,9 @@ SPACES = { # "method", "method+ewc" or "method:preset" → its space
 }
 
 # %% ../../nbs/jobs/01_spaces.ipynb #dfeff6d3
-_FOUNDING_PUBLISHED = {LR: _log(1e-5, 3e-4, 2e-4), **_TREE, DECAY: _linear(0.0, 0.01, 1e-3)}
 FOUNDING = { # the same; "" is the part that every rival has
-    "atoms": _OURS,
     "": {LR: _log(1e-5, 3e-4, 1e-4), DECAY: _linear(0.0, 0.01, 0.0)},
     "himalaya": _OURS,
-    "himalaya:published": _FOUNDING_PUBLISHED,
-    "himalaya:published_gain": _FOUNDING_PUBLISHED,
     "lora-bank": _BANK,
     "lilac+ewc": {
         LR: _log(1e-5, 3e-4, 1e-4),
@@ -106,9 +91,7 @@ def search_space(
             | energy_training(adapter, preset, scale, study))["learning_rate"]
     if method in GATED or (study != "continual25" and scale not in SEARCHED):
         return _usual_space(scale, "energy", rate) | GATED.get(method, {})
-    # a preset of ours has a space of its own
-    name = f"{method}:{preset}" if preset != "default" else adapter.lower()
-    table = SPACES if scale in SEARCHED else FOUNDING
+    name, table = adapter.lower(), SPACES if scale in SEARCHED else FOUNDING
     if name in table: return dict(table[name])
     strength = _EWC if scale in SEARCHED else {LAMBDA: _log(*FOUNDING_LAMBDA, .4)}
     return _usual_space(scale, "continual25", rate) | (strength if with_ewc else {})

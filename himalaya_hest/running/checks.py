@@ -56,7 +56,7 @@ def check_places(
 
 # %% ../../nbs/running/04_checks.ipynb #82c4be56
 # something of each begins or ends with a task
-BOUND_TO_TASKS = ("atoms", "himalaya", "lora-bank", "lora-masked", "olora", "gpm-lora")
+BOUND_TO_TASKS = ("himalaya", "lora-bank", "lora-masked", "olora", "gpm-lora")
 
 def _check_joint(cfg, method, with_ewc):
     if method in BOUND_TO_TASKS:
@@ -155,20 +155,6 @@ def _check_not_stopped(cfg):
                 "is stopped early; give eval_steps, or leave it out."
             )
 
-# %% ../../nbs/running/04_checks.ipynb #ef87e38b
-def _check_segments(cfg, formed):
-    "HIMALAYA's own segments cannot go back to an earlier step."
-    from himalaya_hest.himalaya.choices import numbers_of
-    from himalaya_hest.himalaya.published.triggers import Segments
-    trigger = numbers_of(cfg.preset, formed.get("parts"), "growth_trigger")
-    if isinstance(trigger, Segments):
-        raise ValueError(
-            f"parameter training.eval_steps = {cfg.training['eval_steps']}, but with the "
-            f"growth_trigger of {type(trigger).__name__} adapter {cfg.adapter!r} has segments of "
-            "its own, not tasks, and what it counts of them cannot go back; leave it out, or take "
-            "growth_trigger 'boundary'."
-        )
-
 # %% ../../nbs/running/04_checks.ipynb #09979134
 def _check_development(cfg, name, n):
     "Every task must have rows that are not reported."
@@ -186,8 +172,6 @@ def _check_development(cfg, name, n):
 # %% ../../nbs/running/04_checks.ipynb #790c8f3d
 def check_stopping(
     cfg: RunConfig, # with training, evaluation and search
-    method: str, # the adapter's name without EWC
-    formed: dict, # arguments of its config class
 ) -> None:
     "`ValueError` where there is nothing to choose a model by, or nothing to go back to."
     steps = cfg.training["eval_steps"]
@@ -197,6 +181,5 @@ def check_stopping(
             f"parameter training.eval_steps = {steps}, but under protocol {cfg.protocol!r} "
             f"{why}; leave it out."
         )
-    if method == "himalaya": _check_segments(cfg, formed)
     _check_development(cfg, cfg.stream, cfg.n_tasks)
     if cfg.search: _check_development(cfg, cfg.search["stream"], cfg.search["n_tasks"])

@@ -44,7 +44,6 @@ class Position:
     # what is known so far, of which the record is made
     scores: list = field(default_factory=list) # per finished task {task: metrics}
     history: list = field(default_factory=list)
-    life: list = field(default_factory=list) # per finished task what a dictionary did
     confusion: dict = field(default_factory=dict) # of the last evaluation, per task with labels
     kept_bytes: list = field(default_factory=list) # per finished task: all that is kept then
     final: dict = field(default_factory=dict) # task → metrics on the rows of the last evaluation

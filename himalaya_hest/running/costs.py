@@ -41,7 +41,7 @@ class Device:
     token_s: float = .003 # s₂, a generated token of a batch beside its layers
     row_s: float = .002 # s₅, an evaluated row: its answer as text, its score
     task_s: float = 20. # s₃, a task beside its steps
-    # growth, pruning and Fisher information of a task, in steps of its training
+    # Fisher information of a task, in steps of its training
     task_steps: float = 10.
     start_s: float = 120. # s₄, a run: loading, tokenising
     cpu: bool = False
@@ -88,14 +88,13 @@ def device_at(
     adapter: str, # its name
     costs: dict | None = None, # None: the packaged ones
 ) -> Device:
-    """A CPU that reaches such rates: the host's costs of a layer are LoRA's, and who grows slots or
-    counts Fisher information does so for as many steps as on a card."""
+    """A CPU that reaches such rates: the host's costs of a layer are LoRA's, and Fisher information
+    takes as many steps as on a card."""
     layers, own = cpu_device("lora", costs), cpu_device(adapter, costs)
-    works = adapter.startswith("himalaya") or "+ewc" in adapter
     return replace(
         layers, name=rates.name, flops=rates.flops, bandwidth=rates.bandwidth,
         row_s=own.row_s, task_s=own.task_s,
-        task_steps=Device.task_steps if works else own.task_steps)
+        task_steps=Device.task_steps if "+ewc" in adapter else own.task_steps)
 
 # %% ../../nbs/running/09_costs.ipynb #6c1f0a30
 def packaged_rates(
@@ -395,7 +394,7 @@ def memory_parts(
     written = 2 * max(s.width * s.mlp, s.width**2) if c.quantisation == "nf4" else 0
     beside = max(0, of.adapter.state - 4 * of.adapter.trained)
     twin = {"weights in int8": n} if (n := int8_bytes(s, c)) else {}
-    adapter = of.adapter.trained * 16 + of.adapter.copied * 4 + beside
+    adapter = of.adapter.trained * 16 + beside
     return dict(weights=of.weights) | twin | dict(adapter=adapter) | largest | dict(
         workspace=written + CARD_BYTES)
 

@@ -237,19 +237,8 @@ def _kept_bytes(run):
     n = run.position.task + 1
     return sum(sizes_of(run, n).values()) * (n if run.config.protocol == "single" else 1)
 
-# %% ../../nbs/running/25_loop.ipynb #8e3f2c92
-def _life(run):
-    "What became of each task's slots, for a method with a dictionary; tasks by their names."
-    tuner = run.adapter.tuner
-    if not hasattr(tuner, "dictionary_life"): return []
-    hooks = tuner.stream_hooks()
-    # where growth is not told of tasks, slots belong to the segments that it found
-    segments = hasattr(hooks, "segment") and not hooks.shared
-    name = lambda i: f"segment {i}" if segments else run.order[i]
-    return [row | dict(task=name(row["task"])) for row in tuner.dictionary_life()]
-
 # %% ../../nbs/running/25_loop.ipynb #1657c8ff
-def _finish_task(run, life):
+def _finish_task(run):
     "Evaluate after a task, note it, and move on to the next."
     p, name = run.position, run.order[run.position.task]
     scores = evaluate_seen(run)
@@ -260,7 +249,6 @@ def _finish_task(run, life):
     p.history.append(dict(
         step=p.global_step, task=name, val_retained_accuracy=retained, just_learned=learned))
     run.on_history(p.history, p.scores)
-    p.life = life
     # older checkpoints may lack the bytes of earlier tasks
     p.kept_bytes += [None] * (p.task - len(p.kept_bytes)) + [_kept_bytes(run)]
     p.task, p.trained = p.task + 1, False
@@ -326,4 +314,4 @@ def train_stream(run: ContinualRun) -> None:
             if not p.trained: _train_lesson(run, on_step, state); state = None
             bar.set_postfix_str(
                 _finish_joint(run) if run.config.protocol == "joint"
-                else _finish_task(run, _life(run)))
+                else _finish_task(run))

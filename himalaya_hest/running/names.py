@@ -27,11 +27,10 @@ MIRROR = dict(tracker="off", wandb_entity="", wandb_project="")
 
 # %% ../../nbs/running/03_names.ipynb #a9072d66
 def _as_first(parameters):
-    "What the first records say of an adapter: every part by its own name, and its budget twice."
-    from himalaya_hest.himalaya.flat_form import flat_of
-    own = flat_of(parameters)
+    "What the first records say of an adapter's budget: it stands in both places."
+    own = parameters.get("adapter_config") or {}
     budgeted = parameters.get("adapter", "").partition("+")[0] in BUDGETED and "e_max" in own
-    return dict(adapter_config=own) | (dict(e_max=own["e_max"]) if budgeted else {})
+    return dict(e_max=own["e_max"]) if budgeted else {}
 
 def _heard(values, group):
     "Parameters of a group that say something."
@@ -45,7 +44,7 @@ def told_parameters(
     "What two runs are compared by."
     # where a module lies is left out; what it says is adapter_source
     parameters = {k: v for k, v in parameters.items() if k != "adapter_module"}
-    if "adapter_config" in parameters: parameters |= _as_first(parameters)
+    parameters |= _as_first(parameters)
     out = _heard(parameters | {k: v for k, v in MIRROR.items() if k in parameters}, "")
 
     # a share of kept rows is told wherever rows are kept, also where it is the usual one

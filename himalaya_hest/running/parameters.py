@@ -239,7 +239,7 @@ class Scaled:
     study: str = later("continual25", OneOf(("continual25", "cnndm", "lra")))
     adapter: str = "himalaya" # method, or method+ewc
     # form of the method
-    preset: str = parameter("default", OneOf(("default", "published", "published_gain")))
+    preset: str = parameter("default", OneOf(("default", "published")))
     stream: str = "" # packaged stream, or path of a YAML file; empty: as the scale says
     # mini, local or hub; empty: as the stream says
     source: str = parameter("", OneOf(("mini", "local", "hub"), open=True))

@@ -232,7 +232,6 @@ def _in_detail(run):
         scores=p.scores,
         bytes=_kept_at_end(run),
         kept_bytes=p.kept_bytes,
-        dictionary=p.life,
         confusion=p.confusion,
         task_info=task_info(run),
         row_values={n: [v for _, v in p.rows[n]] for n in run.order},

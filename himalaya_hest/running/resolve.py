@@ -63,7 +63,7 @@ def _resolve_role(cfg, method):
     ours = method in ("himalaya", "hest") and cfg.protocol != "zero_shot"
     cfg.role = cfg.role or ("proposed" if ours else "baseline")
 
-def _resolve_searched(cfg, method, with_ewc):
+def _resolve_searched(cfg, with_ewc):
     "What a search found for the adapter, under what was given."
     if cfg.ewc and not with_ewc:
         raise ValueError(
@@ -72,11 +72,7 @@ def _resolve_searched(cfg, method, with_ewc):
         )
     found = searched_defaults(cfg.adapter, cfg.preset, cfg.scale)
     cfg.ewc = asdict(checked(GROUPS["ewc"], found["ewc"] | cfg.ewc, "ewc.")) if with_ewc else {}
-    if method != "himalaya": cfg.adapter_config = found["adapter_config"] | cfg.adapter_config
-    else: # whichever form a part was given in, it is told in one
-        from himalaya_hest.himalaya.flat_form import flat, in_parts
-        own = found["adapter_config"] | flat(cfg.adapter_config, cfg.preset)
-        cfg.adapter_config = in_parts(own, cfg.preset)
+    cfg.adapter_config = found["adapter_config"] | cfg.adapter_config
 
 # %% ../../nbs/running/05_resolve.ipynb #c60a4b53
 def _from_record(cfg, later=None):
@@ -344,8 +340,8 @@ def _resolve_name(cfg):
             "name of a run: give run_id, or the file another name."
         )
 
-def _formed(cfg):
-    "Arguments of the method's own class, which PEFT knows; `ValueError` for one that it refuses."
+def _check_formed(cfg):
+    "`ValueError` for an argument that the method's own class refuses, which PEFT knows."
     from himalaya_hest.adapters.registry import resolve_adapter_config
     formed = resolve_adapter_config(cfg.adapter, cfg.preset, cfg.adapter_config, cfg.seed)
     if cfg.preset != "default" and "preset" not in formed:
@@ -353,7 +349,6 @@ def _formed(cfg):
             f"parameter preset = {cfg.preset!r}, but adapter {cfg.adapter!r} has one form "
             "only: 'default'."
         )
-    return formed
 
 # %% ../../nbs/running/05_resolve.ipynb #29bc6f60
 def resolve(
@@ -376,12 +371,10 @@ def resolve(
     check_places(cfg)
 
     # what is trained, and how; a budget stands in one place from here on
-    _resolve_searched(cfg, method, with_ewc)
+    _resolve_searched(cfg, with_ewc)
     cfg.adapter_config, cfg.e_max = with_budget(cfg, method, later), None
     cfg.training, cfg.evaluation = _resolve_training(cfg), _resolve_evaluation(cfg)
     for step in (_resolve_tasks, _resolve_energy, check_execution, check_instructions): step(cfg)
     cfg.search = _resolve_search(cfg)
-    check_stopping(cfg, method, _formed(cfg))
-    _resolve_tracker(cfg)
-    _resolve_name(cfg)
+    for step in (check_stopping, _check_formed, _resolve_tracker, _resolve_name): step(cfg)
     return cfg

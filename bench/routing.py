@@ -1,0 +1,139 @@
+"""Does the router find the task, and what does it cost? No adapter is trained: prompts of each task
+are shown to the router as a task's start shows them, then the evaluation's prompts are asked.
+
+    OMP_NUM_THREADS=1 python bench/routing.py stream=mini25
+    OMP_NUM_THREADS=1 python bench/routing.py scale=small stream=local25 model=FOLDER source=local data_dir=FOLDER
+
+Each way of giving the instruction is used in training and evaluation alike (`own`, `unmarked`,
+`shared`, `shuffled`, `absent`), and `--asked` ways in the evaluation alone, after training on own
+ones. Beside the router's first and first three tasks stands the nearest task by the cosine of the
+same features' means. `novel`: a fifth of the tasks is left out, five times over; how well does the
+best task's log-likelihood tell their prompts from those of known tasks (AUROC)? The time is that
+of finding the task of one prompt, with as many tasks as there are and with copies of their means up
+to `--n-tasks`, against a forward pass of the backbone over that prompt.
+"""
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from time import process_time
+
+import numpy as np
+import torch
+from scipy.stats import rankdata
+
+from himalaya_hest.bridge.routed import batch_contexts
+from himalaya_hest.himalaya.router import Router, task_scores
+from himalaya_hest.running.continual_run import begin_run
+from himalaya_hest.running.evaluation import evaluation_batches
+from himalaya_hest.running.resolve import resolve
+from himalaya_hest.streams.batching import prompt_row
+from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
+
+WAYS = ("own", "unmarked", "shared", "shuffled", "absent")
+
+
+def read(run, tasks):
+    "Means (e, τ) of every prompt, by task."
+    found = [[None] * len(t.prompts) for t in tasks]
+    for batch in evaluation_batches(tasks, 16, run.tokenizer):
+        pairs = zip(*batch_contexts(run.adapter.tuner, "default", batch))
+        for (i, j), pair in zip(batch["rows"], pairs): found[i][j] = pair
+    return [tuple(torch.stack(x) for x in zip(*rows)) for rows in found]
+
+
+def fitted(run, known):
+    "A router with these tasks."
+    own = run.adapter.tuner.core().router
+    router = Router(len(own.e_mean), own.content.k, n_counted=len(own.counted))
+    router.load_state_dict({n: t for n, t in own.state_dict().items() if ".rows" not in n}, strict=False)
+    for pair in known: router.add(*pair)
+    return router
+
+
+def share_right(router, asked):
+    "Of each task's prompts: found first, among the first three, nearest by cosine of the features."
+    views = [(v.means.rows.float() * v.scales.rows) for v in (router.content, router.instruction)]
+    means = torch.nn.functional.normalize(torch.cat(views, 1), dim=1)
+    out = []
+    for i, pair in enumerate(asked):
+        order = task_scores(router, *pair).argsort(1, descending=True)
+        near = torch.nn.functional.normalize(torch.cat(router.features(*pair), 1), dim=1) @ means.T
+        hits = order[:, 0] == i, (order[:, :3] == i).any(1), near.argmax(1) == i
+        out.append([float(h.float().mean()) for h in hits])
+    return np.array(out)
+
+
+def novel(run, known, asked):
+    "AUROC of the best task's log-likelihood, prompts of known tasks against those left out."
+    best = {True: [], False: []}
+    for fold in range(5):
+        inside = [i % 5 != fold for i in range(len(known))]
+        router = fitted(run, [pair for pair, there in zip(known, inside) if there])
+        for pair, there in zip(asked, inside): best[there].append(task_scores(router, *pair).amax(1))
+    a, b = (torch.cat(best[k]).numpy() for k in (True, False))
+    ranks = rankdata(np.concatenate([a, b]))[:len(a)].sum()
+    return float((ranks - len(a) * (len(a) + 1) / 2) / (len(a) * len(b)))
+
+
+@torch.no_grad()
+def cost(run, known, n_tasks, rounds):
+    "Time of finding the task of one prompt over that of a forward pass, and both, medians in ms."
+    batch = evaluation_batches([run.data[run.order[0]].evaluation], 1, run.tokenizer)[0]
+    ids, backbone = batch["input_ids"], run.adapter.model.get_base_model()
+    pair, times, out = tuple(x[:1] for x in known[0]), {}, {}
+    routers = {}
+    for n in sorted({len(known), *n_tasks}):
+        routers[n] = fitted(run, known)
+        for view in (routers[n].content, routers[n].instruction):
+            more = torch.arange(n) % len(known)
+            for stack in (view.means, view.scales): stack.rows = stack.rows[more]
+    def forward(): backbone(input_ids=ids)
+    calls = {"forward": forward} | {n: lambda r=r: task_scores(r, *pair).argmax(1) for n, r in routers.items()}
+    with run.adapter.model.disable_adapter():
+        for name, call in [*calls.items()] * (rounds + 1):
+            start = process_time(); call(); times.setdefault(name, []).append(process_time() - start)
+    full = times.pop("forward")[1:]
+    for n, t in times.items():
+        out[str(n)] = dict(ratio(t[1:], full), route_ms=1e3 * float(np.median(t[1:])))
+    return dict(tokens=ids.shape[1], forward_ms=1e3 * float(np.median(full)), routed=out)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parameters", nargs="*", help="of a run, as name=value")
+    parser.add_argument("--asked", nargs="*", default=["absent"], help="in the evaluation alone")
+    parser.add_argument("--n-tasks", type=int, nargs="+", default=[25, 100, 1000])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--out", type=Path, help="default: records/bench/routing-STREAM.json")
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    given = dict(p.split("=", 1) for p in a.parameters)
+    table, of = {}, lambda **kw: dict(adapter="himalaya", training=dict(max_train_rows=400), **given, **kw)
+    for how in WAYS:
+        more = dict(evaluation=dict(instructions=a.asked)) if how == "own" else {}
+        run = begin_run(resolve(of(instructions=how, **more)))
+        data = [run.data[name] for name in run.order]
+        known = read(run, [replace(d.evaluation, references=(), prompts=tuple(
+            {k: v for k, v in prompt_row(row).items() if k in d.evaluation.prompts[0]}
+            for row in d.train.to_list())) for d in data])
+        asked = read(run, [d.evaluation for d in data])
+        router = fitted(run, known)
+        rows = {how: asked} | {f"own, asked {w}": read(run, [d.reworded[w] for d in data])
+            for w in (a.asked if how == "own" else ())}
+        for name, pairs in rows.items():
+            shares = share_right(router, pairs)
+            first, three, cosine = shares.mean(0)
+            table[name] = dict(first=first, first_three=three, cosine=cosine,
+                novel_auroc=novel(run, known, pairs),
+                tasks={d.task.name: s[0] for d, s in zip(data, shares)})
+            print(name, {k: round(v, 3) for k, v in table[name].items() if k != "tasks"}, flush=True)
+        if how == "own": time = cost(run, known, a.n_tasks, a.rounds)
+    stream = run.config.stream
+    write_record(a.out or f"records/bench/routing-{Path(stream).stem}.json", circumstances(
+        called(__file__), "cpu") | dict(stream=stream, model=given.get("model", "mini"), n_tasks=len(data),
+            ways=table, time=time))
+
+
+if __name__ == "__main__": main()
