@@ -6441,8 +6441,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                     'himalaya_hest/workshop/peft_subjects.py'),
                                                       'himalaya_hest.workshop.peft_subjects._pairs': ( 'workshop/peft_subjects.html#_pairs',
                                                                                                        'himalaya_hest/workshop/peft_subjects.py'),
-                                                      'himalaya_hest.workshop.peft_subjects.atoms_under_way': ( 'workshop/peft_subjects.html#atoms_under_way',
-                                                                                                                'himalaya_hest/workshop/peft_subjects.py'),
                                                       'himalaya_hest.workshop.peft_subjects.bank_under_way': ( 'workshop/peft_subjects.html#bank_under_way',
                                                                                                                'himalaya_hest/workshop/peft_subjects.py'),
                                                       'himalaya_hest.workshop.peft_subjects.blocked': ( 'workshop/peft_subjects.html#blocked',

@@ -220,9 +220,9 @@ def ranges_of(
     "Of the numbers that our methods keep."
     table = backbone.get_input_embeddings() if hasattr(backbone, "get_input_embeddings") else None
     tokens = len(table.weight) - 1 if hasattr(table, "weight") else None
-    not_negative = ("e_scale", "t_scale", "prototype_scale", "e_key_scale", "t_key_scale", "usage", "used", "tasks")
+    not_negative = ("e_scale", "t_scale", "e_key_scale", "t_key_scale", "n_rows", "used", "tasks")
     return dict.fromkeys(not_negative, (0, None)) | dict(
-        counted=(-1, tokens), frequency=(0, 1), owner=(-1, None), current=(-1, None), temperature=(1e-6, None))
+        counted=(-1, tokens), frequency=(0, 1), current=(-1, None))
 
 # %% ../../nbs/bridge/07_tensors.ipynb #cf24bd78
 def content_faults(

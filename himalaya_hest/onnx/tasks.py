@@ -9,7 +9,7 @@ __all__ = ['PromptMeans', 'ViewScores', 'TaskRouter', 'Sites', 'TaskSites']
 import torch
 from torch import Tensor, nn
 
-from ..himalaya.router import Router, View, joint_scores, root
+from ..himalaya.router import Router, View, joint_scores, solved
 from ..himalaya.task_cores import TaskCores, task_factors
 from .step import residual
 
@@ -46,8 +46,7 @@ class ViewScores(nn.Module):
         scale: Tensor, # (d,)
     ):
         super().__init__()
-        W, logdet = root(view)
-        points = (view.means.rows.float() * view.scales.rows) @ W
+        W, logdet, points = solved(view)
         kept = dict(mean=mean, scale=scale, signs=view.signs.sign().to(torch.int8), W=W,
                     points=points, logdet=logdet)
         for name, t in kept.items(): self.register_buffer(name, t.detach().clone())

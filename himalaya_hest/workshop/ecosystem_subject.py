@@ -22,7 +22,7 @@ from himalaya_hest.workshop.family import (
 
 # %% ../../nbs/workshop/04_ecosystem_subject.ipynb #eco00006
 COLUMNS = { # name → method, fields of its config
-    "himalaya": ("himalaya", dict(n_slots=16, n_features=256)),
+    "himalaya": ("himalaya", dict(r=4, n_coordinates=16, n_features=64)),
     "hest, blocks": ("hest", dict(r=4, k=8, e_max=.9)),
     "hest, directions": ("hest", dict(scope="directions", r=4, k=8)),
     "lora-bank": ("lora-bank", dict(n_tasks=4)),

@@ -67,7 +67,7 @@ class Equation:
     "A formula, and where to find it."
     part: str # of the method
     formula: str # KaTeX, without dollars and vertical bars
-    source: str # who published it, or which preset of ours it belongs to
+    source: str # who published it, or what it is in ours
     # exported names that compute it, as floor.module.name; the first one first of all
     functions: list[str]
     notebook: str # whose tests mention them

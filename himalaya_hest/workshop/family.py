@@ -149,16 +149,15 @@ def kept_bytes(
     adapter: Adapter,
 ) -> int:
     "Bytes of what is really written between two tasks."
-    tuner, packs = adapter.tuner, parse_adapter(adapter.name)[0] == "himalaya"
+    tuner = adapter.tuner
     core = tuner.core() if hasattr(tuner, "core") else None
-    if not packs and hasattr(core, "prune_"): return _sum_of_bytes(pack_sparse(core))
-    if not packs and getattr(tuner.peft_config["default"], "bits", 32) == 8:
+    if hasattr(core, "prune_"): return _sum_of_bytes(pack_sparse(core))
+    if getattr(tuner.peft_config["default"], "bits", 32) == 8:
         return _sum_of_bytes(pack(core))
     # all others write a file
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)/"adapter_model.safetensors"
-        if packs: tuner.save_packed(path)
-        else: adapter.model.save_pretrained(folder)
+        adapter.model.save_pretrained(folder)
         with open(path, "rb") as f:
             return path.stat().st_size - 8 - int.from_bytes(f.read(8), "little")
 
@@ -333,26 +332,20 @@ def _ewc_faults(
 # %% ../../nbs/workshop/01_family.ipynb #668b1c98
 # of PEFT's own, those that are tested; others may work
 PEFT_METHODS = ("lora", "vera", "ia3", "osf", "oft", "fourierft", "randlora")
-OF_ONE_PRESET = ("atoms", "lora-bank", "olora", "gpm-lora", "reft", "lilac", "coltas", "glodis",
+OF_ONE_PRESET = ("himalaya", "lora-bank", "olora", "gpm-lora", "reft", "lilac", "coltas", "glodis",
                  "lora-masked", "hest", "tabs", "bhsp", "spectral", "int8", "random-mask",
                  "depth-mask", *PEFT_METHODS)
-FAMILY = [*(("himalaya", preset) for preset in ("default", "published", "published_gain")),
-          *((name, "default") for name in OF_ONE_PRESET), ("hest", "published")]
+FAMILY = [*((name, "default") for name in OF_ONE_PRESET), ("hest", "published")]
 
 # %% ../../nbs/workshop/01_family.ipynb #b37acbe0
 IDENTITY = "identity at the start"
 BOUNDED = {IDENTITY: "a bound on blocks skips some of them from the start"}
 ROUNDED = {IDENTITY: "blocks in int8 are another backbone"}
 EXCEPTIONS = { # (name, preset) → what it does not keep → why
-    ("himalaya", "published"): {
-        IDENTITY: "its update has the norm 1/√d or 0 by its formula, whatever was learned"},
     ("hest", "default"): BOUNDED,
     ("int8", "default"): ROUNDED,
     ("random-mask", "default"): ROUNDED,
     ("depth-mask", "default"): ROUNDED,
-    ("himalaya+ewc", "default"): {
-        "a penalty elsewhere": "slots of finished tasks and all that reaches them in the router "
-                               "stand still, so EWC holds what does not move anyway"},
 }
 
 # %% ../../nbs/workshop/01_family.ipynb #57440e9e

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NO_MERGE', 'READER_SKIPS', 'SUBJECTS', 'SHELL_MERGE', 'CORE_SKIPS', 'GATED_SKIPS', 'Subject', 'config_class',
-           'himalaya_under_way', 'bank_under_way', 'atoms_under_way', 'reader', 'core_under_way', 'rival', 'lora_kin',
-           'gated_under_way', 'gated', 'embedded', 'blocked', 'tiny_decoders', 'find_subject']
+           'himalaya_under_way', 'bank_under_way', 'reader', 'core_under_way', 'rival', 'lora_kin', 'gated_under_way',
+           'gated', 'embedded', 'blocked', 'tiny_decoders', 'find_subject']
 
 # %% ../../nbs/workshop/03_peft_subjects.ipynb #acb2a2a8
 import importlib
@@ -57,14 +57,13 @@ def himalaya_under_way(
     tuner,
     name: str, # of the adapter
 ) -> None:
-    "Statistics, and three open slots of a task in progress."
-    core, config = tuner.himalaya_core[name], tuner.peft_config[name]
-    router, gain, K = core.router, core.dictionary.gain, config.n_slots
+    "Statistics, and a task in training: random directions, cores zero or random."
+    core = tuner.himalaya_core[name]
     _begin(core)
-    core.owner[:3] = 0
-    router.w2[:, :3] = 3 / router.n_features**.5
-    router.w2[:, K:K + 3] = torch.rand(router.n_features, 3) / router.n_features**.5
-    gain[:, :3] = 0. if config.init_weights else torch.rand(len(gain), 3) + .5
+    for view in (core.router.content, core.router.instruction): view.add(torch.randn(4, view.k))
+    for p in (core.tasks.q, core.tasks.d): p.normal_()
+    if tuner.peft_config[name].init_weights: core.tasks.core.zero_()
+    else: core.tasks.core.uniform_(.5, 1)
 
 # %% ../../nbs/workshop/03_peft_subjects.ipynb #b4ae1f27
 @torch.no_grad()
@@ -80,22 +79,6 @@ def bank_under_way(
     for p in core.dictionary.gain.values():
         if tuner.peft_config[name].init_weights: p.zero_()
         else: p.uniform_(.5, 1)
-
-# %% ../../nbs/workshop/03_peft_subjects.ipynb #51374918
-@torch.no_grad()
-def atoms_under_way(
-    tuner,
-    name: str, # of the adapter
-) -> None:
-    "Statistics, and a task in training: random directions, cores zero or random."
-    core = tuner.atoms_core[name]
-    _begin(core)
-    # the task that is in training is known to the router
-    for view in (core.router.content, core.router.instruction): view.add(torch.randn(4, view.k))
-    cores = core.dictionary
-    for p in (cores.q, cores.d): p.normal_()
-    if tuner.peft_config[name].init_weights: cores.core.zero_()
-    else: cores.core.uniform_(.5, 1)
 
 # %% ../../nbs/workshop/03_peft_subjects.ipynb #f41e9396
 NO_MERGE = "the update depends on the prompt, so it cannot be merged into the weights"
@@ -137,10 +120,8 @@ def reader(
 
 # %% ../../nbs/workshop/03_peft_subjects.ipynb #dff3679f
 SUBJECTS = {
-    "atoms": reader("himalaya_hest.himalaya.atoms_tuner:AtomsConfig", atoms_under_way,
-                    dict(r=4, n_coordinates=8, n_features=32)),
     "himalaya": reader("himalaya_hest.himalaya.tuner:HimalayaConfig", himalaya_under_way,
-                       dict(n_slots=8, n_features=64)),
+                       dict(r=4, n_coordinates=8, n_features=32)),
     "lora_bank": reader("himalaya_hest.adapters.lora_bank:LoraBankConfig", bank_under_way,
                         dict(n_tasks=4)),
 }

@@ -24,8 +24,8 @@ from ..jobs.run import run_continual
 
 # %% ../../nbs/workshop/15_short_runs.ipynb #1ab18c91
 SHORT = dict(mode="trial", evaluation=dict(latency_pairs=0)) # two steps a task, few rows
-CONTINUAL = ["atoms", "himalaya", "himalaya:published", "himalaya:published_gain", "lora", "lora+ewc",
-             "lora-bank", "lora-masked", "olora", "gpm-lora", "reft", "lilac", "coltas", "glodis"]
+CONTINUAL = ["himalaya", "lora", "lora+ewc", "lora-masked", "olora",
+             "gpm-lora", "reft", "lilac", "coltas", "glodis"]
 ENERGY = ["hest", "hest:published", "tabs", "bhsp", "spectral", "int8", "random-mask", "depth-mask"]
 
 def parameters_of_short(
