@@ -1,29 +1,25 @@
-"""What the claims of Study 1 need beside runs: norms of atoms over a stream, open atoms,
-operations, memory, and what the package holds.
+"""What the claims of Study 1 need beside runs: norms of updates over a stream, routing, operations,
+memory, and what the package holds.
 
-    OMP_NUM_THREADS=1 python bench/claims.py                        # all parts, about ten minutes on two cores
-    OMP_NUM_THREADS=1 python bench/claims.py norms flops package    # these; others stay as they are
-    OMP_NUM_THREADS=1 python bench/claims.py norms --forms default  # some forms of the method, likewise
+    OMP_NUM_THREADS=1 python bench/claims.py                        # all parts, some minutes on two cores
+    OMP_NUM_THREADS=1 python bench/claims.py updates flops package  # these; others stay as they are
 
-norms     HIMALAYA through a stream, one run a form: norms of the stored atoms after every task, of
-          ΔW (or r) on every evaluated prompt at the end, both computed from the packed state after
-          a round trip through its bytes; atoms open on a prompt. What is evaluated in between is
-          left out: it changes nothing.
+updates   HIMALAYA through a stream, after each task the size of its update at every site, from the
+          bytes that are kept; at the end which rows of bytes are others than after their task, and
+          which task every evaluated prompt finds. What is evaluated in between is left out: it
+          changes nothing.
 flops     floating-point operations of matrix products (torch.utils.flop_counter) of reading a
-          prompt and of decoding, with the adapter and with it disabled, on the adapter trained in
-          the first run of `norms`; and the same products counted on meta tensors in the shapes of
-          Llama-2-7B.
+          prompt and of decoding, with the adapter and with it disabled, on the adapter trained for
+          `updates`; and the same products counted in the shapes of Llama-2-7B.
 memory    the peak resident memory of a process that trains two tasks for twenty steps and answers,
           an adapter each, and of one that answers without.
 package   a wheel is built and its files are listed; lines of the method, all and those that the
-          default preset calls.
+          default calls.
 
 Writes records/bench/claims.json, each part with the command and the commit that made it (`dirty`
-where there were uncommitted changes), each form of `norms` with its own commit and the settings
-that it was trained with.
+where there were uncommitted changes).
 """
 import argparse
-import copy
 import functools
 import json
 import os
@@ -39,112 +35,56 @@ import numpy as np
 import torch
 
 OUT = Path("records/bench/claims.json")
-FORMS = { # name → (preset, parts exchanged, tasks; 0: all)
-    "default": ("default", {}, 0),
-    "default, norm_rescaling off": ("default", dict(norm_rescaling=False), 0),
-    "published_gain": ("published_gain", {}, 0),
-    "published_gain, norm_rescaling off": ("published_gain", dict(norm_rescaling=False), 8),
-    "published": ("published", {}, 0),
-}
+PARTS = ("updates", "flops", "memory", "package")
 ADAPTERS = ("himalaya", "lora-bank", "lora", "lora+ewc", "olora", "gpm-lora", "lilac+ewc")
 
 
-def packed_twin(core):
-    "A copy of a core that went through its packed state."
-    from himalaya_hest.himalaya.packing import load_packed, packed_state, snap_slots_
-    twin = copy.deepcopy(core)
-    snap_slots_(twin, (twin.owner >= 0).nonzero().squeeze(1), core.atom_bits)
-    state = packed_state(twin, bits=core.atom_bits)
-    with torch.no_grad():
-        for p in twin.parameters(): p.zero_() # what is measured comes from the packed state alone
-    load_packed(twin, state)
-    return twin
+class Kept:
+    "After each task the sizes of its update over γ, at every site, and its row of bytes."
+    def __init__(self): self.sizes, self.rows = [], []
+    def look(self, cores):
+        from himalaya_hest.compare.tasks import update_norms
+        last = torch.tensor([len(cores.finished) - 1])
+        self.sizes.append(update_norms(cores, cores.kept(last))[0] / cores.gamma)
+        self.rows.append(cores.finished.rows[-1].clone())
+    def changed(self, cores):
+        "How many rows are others now."
+        return sum(not torch.equal(a, b) for a, b in zip(self.rows, cores.finished.rows, strict=True))
 
 
 @torch.no_grad()
-def atom_norms(core):
-    "Norms of the stored vectors of the slots in use, in float64: (largest, smallest)."
-    used, book = core.owner >= 0, core.dictionary
-    sides = [book.read] if book.write is book.read else [book.read, book.write]
-    norms = torch.cat([p[used].double().norm(dim=1) for side in sides for p in side.values()])
-    return float(norms.max()), float(norms.min())
-
-
-def update_sizes(update, core):
-    """Largest norm over the sites, per sequence: of r, or of ΔW over γ, from the explicit vectors
-    in float64."""
-    if hasattr(update, "r"):
-        return torch.stack([r.double().norm(dim=-1) for r in update.r.values()]).amax(0)
-    sizes = []
-    for v, read, write in zip(update.strength, update.read, update.write):
-        q, d, v = read.double(), write.double(), v.double()
-        sizes.append(((v @ ((q @ q.T) * (d @ d.T))) * v).sum(-1).clamp_min(0).sqrt()
-            / core.dictionary.gamma)
-    return torch.stack(sizes).amax(0)
-
-
-class Watched:
-    "Counts the atoms that the gates open, and keeps the updates, while it is entered."
-    def __enter__(self):
-        import himalaya_hest.himalaya.growth as growth
-        self.open, self.updates, self.module, self.original = [], [], growth, growth.gates_of
-        def gates_of(core, logits, training):
-            opened, gates = self.original(core, logits, training)
-            self.open += opened.sum(1).tolist()
-            return opened, gates
-        growth.gates_of = gates_of
-        return self
-    def __exit__(self, *_): self.module.gates_of = self.original
-
-
-def at_the_end(run):
-    """Every evaluated prompt, answered by the packed adapter: open atoms, tokens of prompt and
-    answer, size of the update."""
-    from himalaya_hest.running.evaluation import evaluation_batches, greedy
-    from himalaya_hest.bridge.routed import _ROUTED
-    core, tuner, seen = run.adapter.tuner.core(), run.adapter.tuner, []
+def found_share(run):
+    "For each task, in the order trained: the share of its evaluated prompts that find it."
+    from himalaya_hest.bridge.routed import batch_contexts
+    from himalaya_hest.himalaya.tuner import nearest_tasks
+    from himalaya_hest.running.evaluation import evaluation_batches
+    tuner, right = run.adapter.tuner, [[] for _ in run.order]
     run.adapter.model.eval()
-    handle = tuner.routed_layers()[0].base_layer.register_forward_hook(
-        lambda *_: seen.append(_ROUTED.get()["default"]))
-    tasks = [run.data[n].evaluation for n in run.order]
-    n_open, tokens, sizes = [], [], []
-    try:
-        with Watched() as watched, torch.no_grad():
-            for batch in evaluation_batches(tasks, 64, run.tokenizer):
-                seen.clear()
-                before = len(watched.open)
-                answers = greedy(run.adapter.model, batch, run.tokenizer, run.adapter.takes_masks)
-                rows = len(batch["rows"])
-                new = watched.open[before:]
-                n_open += new if new else [0] * rows
-                said = [len(run.tokenizer(a, add_special_tokens=False)["input_ids"]) + 1
-                    for a in answers]
-                tokens += [p + a for p, a in zip(batch["attention_mask"].sum(1).tolist(), said)]
-                sizes += (update_sizes(seen[0], core).tolist() if seen[0] is not None
-                    else [0.0] * rows)
-    finally: handle.remove()
-    assert len(n_open) == len(tokens) == len(sizes), (len(n_open), len(tokens), len(sizes))
-    return np.array(n_open), np.array(tokens), np.array(sizes)
+    for batch in evaluation_batches([run.data[n].evaluation for n in run.order], 64, run.tokenizer):
+        found = nearest_tasks(tuner.core(), *batch_contexts(tuner, "default", batch)).tolist()
+        for (task, _), f in zip(batch["rows"], found): right[task].append(f == task)
+    return [float(np.mean(r)) for r in right], sum(map(len, right))
 
 
-def trained(preset, parts, n_tasks, stream, folder):
-    "A finished stream, and what was seen of it after every task."
+@functools.cache
+def trained(stream):
+    "A finished stream, and what was kept after every task."
     from accelerate import Accelerator
     from himalaya_hest.running.resolve import resolve
     from himalaya_hest.running.continual_run import begin_run
     from himalaya_hest.running.loop import train_stream
     from himalaya_hest.ground.hooks import StreamHooks
-    points = []
+    kept = Kept()
     class Norms(StreamHooks):
-        def on_task_end(self, loader):
-            points.append(atom_norms(packed_twin(run.adapter.tuner.core())))
-    config = resolve(dict(adapter="himalaya", preset=preset, adapter_config=dict(parts=parts),
-        stream=stream, n_tasks=n_tasks, results_dir=folder, cache_dir=f"{folder}/cache",
-        hooks=["Norms"], evaluation=dict(latency_pairs=0, after_tasks=[])))
-    run = begin_run(config, quiet=True, hooks=(Norms(),))
-    run.accelerator = Accelerator(cpu=True)
-    with Watched() as watched: train_stream(run)
-    return run, points, watched.open
+        def on_task_end(self, loader): kept.look(run.adapter.tuner.core().tasks)
+    with tempfile.TemporaryDirectory() as folder:
+        config = resolve(dict(adapter="himalaya", stream=stream, results_dir=folder,
+            cache_dir=f"{folder}/cache", hooks=["Norms"],
+            evaluation=dict(latency_pairs=0, after_tasks=[])))
+        run = begin_run(config, quiet=True, hooks=(Norms(),))
+        run.accelerator = Accelerator(cpu=True)
+        train_stream(run)
+    return run, kept
 
 
 @functools.cache
@@ -154,52 +94,24 @@ def version():
     return code_version()
 
 
-def made_with(run, exchanged):
+def made_with(run):
     """The commit and the settings of a run: what has to be the same in the comparison for the
     figures to speak of it."""
-    from himalaya_hest.himalaya.flat_form import flat_of
-    c = run.config
-    return dict(git=version()["git"], dirty=version()["dirty"], preset=c.preset,
-        gamma=run.adapter.tuner.core().dictionary.gamma, learning_rate=c.training["learning_rate"],
-        exchanged=sorted(exchanged), adapter_config=flat_of(vars(c)),
+    c, cores = run.config, run.adapter.tuner.core().tasks
+    return dict(git=version()["git"], dirty=version()["dirty"], gamma=cores.gamma, rank=cores.r,
+        bits=cores.bits, adapter_config=c.adapter_config,
         training={k: v for k, v in c.training.items() if k != "checkpoint_interval_s"}, seed=c.seed,
         order_seed=c.order_seed, tasks=len(run.order), world=run.world["digest"])
 
 
-def norms(args):
-    out = (json.loads(args.out.read_text(encoding="utf-8")).get("norms", {}).get("forms", {})
-        if args.out.exists() else {})
-    for name, (preset, parts, n_tasks) in ((n, FORMS[n]) for n in FORMS if n in args.forms):
-        with tempfile.TemporaryDirectory() as folder:
-            run, points, _ = trained(preset, parts, n_tasks, args.stream, folder)
-            core = run.adapter.tuner.core()
-            shares = sorted(run.position.scores[-1].items())
-            core.load_state_dict(packed_twin(core).state_dict())
-            n_open, tokens, sizes = at_the_end(run)
-            out[name] = dict(**made_with(run, parts), prompts=len(n_open), bits=core.atom_bits,
-                largest=[round(a, 5) for a, _ in points], smallest=[round(b, 5) for _, b in points],
-                final_score=float(np.mean([s["score"] for _, s in shares])),
-                size=dict(of="r" if preset != "default" else "ΔW / γ", largest=float(sizes.max()),
-                    mean=float(sizes.mean())), open=dict(mean=float(n_open.mean()),
-                        a_token=float((n_open * tokens).sum() / tokens.sum()),
-                        largest=int(n_open.max()),
-                        counts={int(k): int(v)
-                            for k, v in sorted(Counter(n_open.tolist()).items())},
-                        by_task=[float(x) for x in by_task(run, n_open)]))
-            print(name, {k: out[name][k] for k in ("final_score", "size", "open")},
-                f"largest atom {max(out[name]['largest']):.4f}", flush=True)
-            if name == "default":
-                args.flops_of_default = (flops_of(run) | made_with(run, {})
-                    if "flops" in args.parts else None)
-    return dict(stream=args.stream, forms=out)
-
-
-def by_task(run, n_open):
-    "Mean open atoms of each task's prompts, in the order trained."
-    from himalaya_hest.running.evaluation import evaluation_batches
-    rows = [i for batch in evaluation_batches([run.data[n].evaluation for n in run.order], 64,
-        run.tokenizer) for i, _ in batch["rows"]]
-    return [n_open[[k for k, i in enumerate(rows) if i == t]].mean() for t in range(len(run.order))]
+def updates(args):
+    run, kept = trained(args.stream)
+    right, n = found_share(run)
+    out = dict(largest=[float(s.max()) for s in kept.sizes], mean=[float(s.mean()) for s in kept.sizes],
+        changed=kept.changed(run.adapter.tuner.core().tasks), prompts=n, right=right)
+    print({k: out[k] if k == "changed" else f"{min(out[k]):.4f} to {max(out[k]):.4f}"
+        for k in ("largest", "changed", "right")}, flush=True)
+    return dict(stream=args.stream) | made_with(run) | out
 
 
 def counted(call):
@@ -231,62 +143,49 @@ def flops_of(run):
     out["decoding"] = [(w17 - w1) / (o17 - o1) - 1 for (w1, o1), (w17, o17) in zip(one, many)]
     mixed = both(prompts, 17)
     out["mixed_batch"] = dict(sequences=len(prompts), extra=mixed[0] / mixed[1] - 1)
-    core = run.adapter.tuner.core()
-    n = [len(p["input_ids"]) for p in prompts]
-    with Watched() as watched: [answer([p], 1) for p in prompts]
-    extra = [w - o for w, o in one]
-    # by formula over counted
-    out["formula"] = [float(adapter_flops(core, t, u) / x)
-        for t, u, x in zip(n, watched.open, extra)]
-    out["tokens"] = n
+    out["tokens"] = [len(p["input_ids"]) for p in prompts]
     return out
 
 
-def adapter_flops(core, tokens, slots):
-    """Operations of one sequence's prompt with so many open slots: the router once, its slots at
-    every site for every token."""
-    book, r = core.dictionary, core.router
-    d, N = len(r.e_mean), r.n_features
-    # features, logits and coefficients, the two means
-    router = 2 * 2 * d * N + 2 * N * r.w2.shape[1] + 2 * 2 * tokens * d
-    gram = sum(2 * slots * slots * (book.sites[g[0]].d_in + book.sites[g[0]].d_out)
-        + 2 * len(g) * slots * slots for g in book.groups.values())
-    return router + gram + sum(2 * tokens * slots * (s.d_in + s.d_out) for s in book.sites)
+def routing_flops(core, tasks=25):
+    "Operations of finding one prompt's task among so many, by a router of the same size."
+    from himalaya_hest.himalaya.router import Router, task_scores
+    router = Router(len(core.router.e_mean), core.router.content.k)
+    for n in ("e_scale", "t_scale"): getattr(router, n).fill_(1.)
+    draw = lambda n: torch.randn(n, len(router.e_mean))
+    for _ in range(tasks): router.add(draw(8), draw(8))
+    return counted(lambda: task_scores(router, draw(1), draw(1)))
 
 
-def large_flops(tokens=(1, 128, 1024), slots=3):
-    """At the shapes of Llama-2-7B: the backbone counted on meta tensors, its adapted sites too, the
-    router by the formula that the mini model confirms."""
-    from himalaya_hest.compare.large import large_adapter
-    from himalaya_hest.bridge.routed import _ROUTED
-    tuner = large_adapter(dict(config=dict(adapter="himalaya", preset="default", seed=0))).tuner
-    core, out = tuner.core().eval(), {}
+def large_flops(tokens=(1, 128, 1024)):
+    """At the shapes of Llama-2-7B: backbone, widening and adapted sites counted on meta tensors, the
+    router on drawn prompts of 25 tasks."""
+    from himalaya_hest.study.footprint import at_large_scale
+    from himalaya_hest.bridge.routed import _ROUTED, Routing
+    from himalaya_hest.himalaya.task_cores import task_update
+    tuner = at_large_scale().tuner
+    core, out, made = tuner.core().eval(), {}, []
     for h in tuner._handles: h.remove() # the router reads values, which meta tensors have not
+    cores = core.tasks.to("meta")
+    one = torch.ones(1, 1, device="meta")
+    once = routing_flops(core) + counted(lambda: made.append(task_update(cores, cores.live(), one)))
     for n in tokens:
         inputs = dict(input_ids=torch.zeros(1, n, dtype=torch.long, device="meta"),
             attention_mask=torch.zeros(1, 1, n, n, device="meta"), use_cache=False)
         bare = counted(lambda: tuner.model(**inputs))
-        update = core.dictionary(torch.zeros(slots, dtype=torch.long, device="meta"),
-            torch.zeros(1, slots, device="meta"))
-        token = _ROUTED.set(dict(default=update))
+        token = _ROUTED.set(Routing(default=made[0]))
         try: sites = counted(lambda: tuner.model(**inputs)) - bare
         finally: _ROUTED.reset(token)
-        whole = adapter_flops(core, n, slots)
-        at_sites = sum(2 * n * slots * (s.d_in + s.d_out) for s in core.dictionary.sites)
-        out[str(n)] = dict(backbone=bare, sites=sites, sites_by_formula=at_sites,
-            adapter=whole - at_sites + sites, extra=(whole - at_sites + sites) / bare)
-    return out
+        out[str(n)] = dict(backbone=bare, sites=sites, adapter=once + sites, extra=(once + sites) / bare)
+    return out, cores.r
 
 
 def flops(args):
-    if getattr(args, "flops_of_default", None) is None:
-        with tempfile.TemporaryDirectory() as folder:
-            run = trained("default", {}, 0, args.stream, folder)[0]
-            args.flops_of_default = flops_of(run) | made_with(run, {})
-    out = dict(stream=args.stream, mini=args.flops_of_default, llama_2_7b=large_flops(), slots=3)
+    run, _ = trained(args.stream)
+    large, rank = large_flops()
+    out = dict(stream=args.stream, mini=flops_of(run) | made_with(run), llama_2_7b=large, rank=rank)
     print({k: f"{np.mean(out['mini'][k]):.4f}, at most {max(out['mini'][k]):.4f}"
-        for k in ("prompts", "decoding", "formula")}, out["mini"]["mixed_batch"], out["llama_2_7b"],
-        flush=True)
+        for k in ("prompts", "decoding")}, out["mini"]["mixed_batch"], out["llama_2_7b"], flush=True)
     return out
 
 
@@ -346,15 +245,12 @@ def package(args):
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["norms", "flops", "memory", "package"],
-        help="norms, flops, memory, package; none: all")
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"{', '.join(PARTS)}; none: all")
     parser.add_argument("--stream", default="mini25")
-    parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS),
-        help="forms for norms; default: all")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    if unknown := set(args.parts) - {"norms", "flops", "memory", "package"}:
-        parser.error(f"unknown part {sorted(unknown)[0]!r}: norms, flops, memory or package")
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"unknown part {sorted(unknown)[0]!r}: {', '.join(PARTS)}")
     from himalaya_hest.running.record import versions
     version()
     torch.manual_seed(0)

@@ -16,18 +16,15 @@ Needs the package and what it needs to run, and nvidia-ml-py for Joules. Weights
 device in bfloat16; where bitsandbytes can be imported, all is measured again with the blocks in
 NF4. Adapters are attached as a run attaches them (`adapters.registry.build_adapter`, statistics
 from bytes taken for token ids), share the backbone's weights, and have 25 tasks' worth of state,
-made here: himalaya's 64 slots belong to 25 tasks, with keys and a projector in closed form from
-prompts of each task and gains that are drawn; the bank has 25 LoRAs; lora (r = 8, q and v, not
-merged) and lilac have drawn factors. All prompts are of the last task, each opens three slots
-(asserted), and each adapter changes the logits (asserted). `lora-bf16` is the same LoRA with its
+made here: himalaya and the bank have learned the prompts of 25 tasks, with drawn numbers; lora (r = 8, q and v, not
+merged) and lilac have drawn factors. All prompts are of the last task, which himalaya
+finds (asserted), and each adapter changes the logits (asserted). `lora-bf16` is the same LoRA with its
 factors in bfloat16, since PEFT keeps them, and multiplies, in float32; `bare-again` is the bare
 backbone once more: what a ratio must exceed to mean anything.
 
 training  `running.training.train_step` with autocast to bfloat16 and gradient checkpointing, as
           runs at this scale train: forward, backward, clipping, AdamW, hooks. The task is begun as
-          a run begins it (growth window), with fewer rows at once where memory does not hold a
-          batch without checkpoints, and by hand where it holds no row; its start, pruning and end
-          are timed once. The learning rate is next to zero, so all steps start alike. Targets for
+          a run begins it; its start and end are timed once. The learning rate is next to zero, so all steps start alike. Targets for
           labels: the last quarter of each row.
 prefill   One pass over b prompts of n tokens with a new cache, routing included, asked for the last
           logits. decode: 64 passes after it with fixed tokens, a DynamicCache (what `generate`
@@ -83,16 +80,14 @@ from transformers import StaticCache
 from transformers.models.llama import modeling_llama
 
 from himalaya_hest.bridge import routed
-from himalaya_hest.himalaya import growth, life, method
 from himalaya_hest.running.checkpoint import write_atomic
-from himalaya_hest.himalaya.dictionary import Update
+from himalaya_hest.bridge.update import Update
 from himalaya_hest.ground.hooks import HookList, TaskContext
-from himalaya_hest.ground.linalg import owm_update
 from himalaya_hest.measures.energy import find_meter, measure_interleaved
 from himalaya_hest.bridge.register import prepare_quantised
 from himalaya_hest.adapters.defaults import training_defaults
 from himalaya_hest.adapters.registry import build_adapter
-from himalaya_hest.himalaya.router import add_prototype
+from himalaya_hest.himalaya.tuner import nearest_tasks
 from himalaya_hest.running.training import make_optimizer, model_inputs, train_step
 from himalaya_hest.bridge.shell import PairCore
 from himalaya_hest.workshop.measuring import (
@@ -101,6 +96,7 @@ from himalaya_hest.workshop.measuring import (
 TASKS = 25
 # adapter_config; LILAC's budget counts EWC, which is not here
 ADAPTERS = dict(himalaya={}, lora={}, **{"lora-bank": {}}, lilac=dict(budget_mb=None))
+KEEP = "himalaya", "lora-bank" # what keeps something of each task
 VARIANTS = ("bare", "himalaya", "lora-bank", "lora", "lora-bf16", "lilac", "bare-again")
 # batch, tokens; the most telling first
 SETTINGS = dict(training=[(8, 1024)], prefill=[(1, 512), (1, 2048), (8, 512), (8, 2048), (1, 4096),
@@ -140,32 +136,22 @@ def noted(left, what):
 # ---- adapters with the state of 25 tasks
 
 @torch.no_grad()
-def learn(adapter, tasks, a):
-    """Give himalaya's slots to some of the 25 tasks, as if these had been trained: key, coefficient
-    and projector in closed form, gains drawn."""
-    tuner, core = adapter.tuner, adapter.tuner.core()
-    K, c, draw = len(core.owner), tuner.peft_config["default"], torch.Generator().manual_seed(0)
-    # the last task owns three slots
-    owners, gains = TASKS - 1 - torch.arange(K - 1, -1, -1) * TASKS // K, .5 + torch.rand(
-        core.dictionary.gain.shape, generator=draw)
-    for task in tasks:
-        e, tau = routed.batch_contexts(tuner, "default",
-            rows(task, a.task_rows, a.task_tokens, 0, a.device, answer=0))
-        add_prototype(core.router, tau.mean(0))
-        phi, slots = core.router.features(e, tau), (owners == task).nonzero().squeeze(1).to(core.owner.device)
-        core.owner[slots] = task
-        growth.set_key(core, slots, phi, c.key_logit)
-        core.dictionary.gain[:, slots] = gains[:, owners == task].to(core.dictionary.gain)
-        method.set_projector(core, owm_update(core.projector, phi, c.alpha))
-
-
-def fill_bank(adapter, tasks, a):
-    "Train nothing, and put LoRAs of drawn directions on the shelf as a task's end does."
+def fill(name, adapter, tasks, a):
+    "Train nothing, and keep tasks of drawn numbers as a task's end does."
+    core = adapter.tuner.core()
     for task in tasks:
         adapter.hooks.on_task_start(TaskContext(f"task {task}", task, MANY,
             [rows(task, a.task_rows, a.task_tokens, 0, a.device, answer=0)]))
-        for g in adapter.tuner.core().dictionary.gain.values(): nn.init.constant_(g, .5)
+        drawn(name, core)
         adapter.hooks.on_task_end([])
+
+
+@torch.no_grad()
+def drawn(name, core):
+    "A task in training that acts, before its first step."
+    if name == "himalaya": nn.init.normal_(core.tasks.core, 0, .1)
+    if name == "lora-bank":
+        for g in core.dictionary.gain.values(): nn.init.constant_(g, .5)
 
 
 def built(name, model, a, tasks=TASKS):
@@ -173,8 +159,7 @@ def built(name, model, a, tasks=TASKS):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapter = build_adapter(name, twin(model), Tokenizer(), adapter_config=ADAPTERS[name])
-    if name == "himalaya": learn(adapter, range(TASKS), a)
-    if name == "lora-bank": fill_bank(adapter, range(tasks), a)
+    if name in KEEP: fill(name, adapter, range(tasks), a)
     draw = torch.Generator(device=a.device).manual_seed(0)
     for n, p in adapter.model.named_parameters():
         if name == "lora" and "lora_B" in n: nn.init.normal_(p, 0, .02, generator=draw)
@@ -273,7 +258,7 @@ def contestants(model, a):
 @torch.no_grad()
 def check_acts(todo, batch):
     """{variant: largest change of the last logits over the largest of bare's}; `AssertionError`
-    where one is none, or a prompt does not open three slots."""
+    where one is none, or himalaya finds another task than the last."""
     said = {n: v.read({k: t[:1] for k, t in batch.items()}).logits.float() for n, v in todo.items()}
     out = {n: float((x - said["bare"]).abs().max() / said["bare"].abs().max())
         for n, x in said.items() if todo[n].adapter is not None}
@@ -282,11 +267,9 @@ def check_acts(todo, batch):
             f"adapter was measured")
     if "himalaya" in todo:
         tuner = todo["himalaya"].adapter.tuner
-        core, context = tuner.core(), routed.batch_contexts(tuner, "default", batch)
-        opened = method.gates_of(core, core.router(core.router.features(*context))[0], False)[0].sum(1).tolist()
-        if set(opened) != {core.slots_per_sequence}:
-            raise AssertionError(
-                f"the prompts open {sorted(set(opened))} slots, expected {core.slots_per_sequence} each")
+        found = set(nearest_tasks(tuner.core(), *routed.batch_contexts(tuner, "default", batch)).tolist())
+        if found != {TASKS - 1}:
+            raise AssertionError(f"the prompts find the tasks {sorted(found)}, expected {TASKS - 1} alone")
     return out
 
 
@@ -355,67 +338,42 @@ def answering_joules(phase, model, a, meter, b, n):
 class Learner:
     "An adapter in the midst of its 25th task."
     def __init__(self, name, model, a, b, n):
-        self.name, self.a, self.b, self.last, self.left = name, a, b, TASKS - 1, {}
+        self.name, self.a, self.b, self.last = name, a, b, TASKS - 1
         self.adapter, self.clock, self.begun = built(name, model, a, self.last), clock_of(a.device), {}
         self.batches = [rows(self.last, b, n, i, "cpu", answer=n // 4) for i in range(a.context_batches)]
-        self.loader, self.training = self.batches, training_defaults(name, scale="full") | dict(
+        self.training = training_defaults(name, scale="full") | dict(
             bf16=True, max_grad_norm=1., learning_rate=1e-9)
         self.accelerator = Accelerator(cpu=a.device == "cpu")
         self.adapter.model.gradient_checkpointing_enable({"use_reentrant": False})
     def seconds(self, work):
         start = self.clock(); work()
         return self.clock() - start
-    def begin(self, by_hand=False):
-        """Start the task as a run does, then its optimiser; himalaya by hand where it is asked for,
-        or memory holds no row."""
-        hooks = self.adapter.hooks
-        if self.name == "himalaya":
-            core = self.adapter.tuner.core()
-            own = core.owner == self.last
-            if not by_hand:
-                growth.free(core, own.nonzero().squeeze(1))
-                by_hand = not self.grow()
-            if by_hand:
-                learn(self.adapter, [self.last], self.a)
-                core.current.fill_(self.last); hooks.hooks[0].position, hooks.hooks[0].n_steps = 0, MANY
-            with torch.no_grad(): core.dictionary.gain[:, own] = .5 # new slots have none
-        elif self.name == "lora-bank":
-            self.begun = dict(start_s=self.seconds(lambda: hooks.on_task_start(
-                TaskContext("last", self.last, MANY, self.batches))), rows_at_once=self.b)
+    def begin(self):
+        "Start the task as a run does, then its optimiser."
+        if self.name in KEEP:
+            self.begun = dict(start_s=self.seconds(lambda: self.adapter.hooks.on_task_start(
+                TaskContext("last", self.last, MANY, self.batches))))
+            drawn(self.name, self.adapter.tuner.core())
         self.adapter.model.train()
         self.optimizer = make_optimizer(self.adapter, self.training)
         return self
-    def grow(self):
-        "Whether the growth window fits; it runs without checkpoints, as in a run."
-        self.adapter.model.eval()
-        for rows_at_once in sorted({max(1, self.b >> i) for i in range(8)}, reverse=True):
-            few = [{k: t[:rows_at_once] for k, t in batch.items()} for batch in self.batches]
-            with noted(self.left, f"{self.name}: start of a task, {rows_at_once} rows at once"):
-                self.begun = dict(start_s=self.seconds(lambda: self.adapter.hooks.on_task_start(
-                    TaskContext("last", self.last, MANY, few))), rows_at_once=rows_at_once)
-                self.loader = few
-                return True
-            self.adapter.model.zero_grad(); cleaned(self.a.device)
-        return False
     def step(self):
         _, wrong = train_step(self.adapter, self.optimizer, self.batches[:1], self.training, self.accelerator)
         if wrong: raise FloatingPointError(f"the {wrong} of {self.name} was not finite")
     def end(self):
-        "Pruning, and the task's end; seconds."
-        if self.name == "himalaya":
-            self.begun["prune_s"] = self.seconds(lambda: life.prune(self.adapter.hooks.hooks[0]))
+        "The task's end; seconds."
         self.adapter.model.eval()
-        return self.begun | dict(end_s=self.seconds(lambda: self.adapter.hooks.on_task_end(self.loader)))
+        return self.begun | dict(end_s=self.seconds(lambda: self.adapter.hooks.on_task_end(self.batches)))
 
 
-def learners(model, a, b, n, by_hand=False, names=tuple(ADAPTERS)):
+def learners(model, a, b, n, names=tuple(ADAPTERS)):
     "{adapter: Learner} of those that get through two steps, and why others do not."
     out, left = {}, {}
     for name in names:
         with noted(left, name):
-            learner = Learner(name, model, a, b, n).begin(by_hand)
+            learner = Learner(name, model, a, b, n).begin()
             learner.step(); learner.step()
-            out[name], left = learner, left | learner.left
+            out[name] = learner
         learner = None
         cleaned(a.device)
     return out, left
@@ -439,7 +397,7 @@ def training(model, a, meter, b, n):
         with noted(left, "joules"):
             row["joules"] = joules(meter, {name: x.step for name, x in todo.items()}, b * n, a)
     for name, x in todo.items():
-        if not x.begun: continue # without a life of tasks, or begun by hand
+        if not x.begun: continue # without tasks of its own
         row["tasks"][name] = x.begun
         with noted(left, f"{name}: end of a task"): row["tasks"][name] = x.end()
     return row
@@ -661,7 +619,7 @@ def profiles(kind, model, a, b, n):
     "A row of profiles of one kind of work."
     names, left, clock = ("himalaya", "lora-bank", "lilac"), {}, clock_of(a.device)
     if kind == "training":
-        todo, left = learners(model, a, b, n, by_hand=True, names=names)
+        todo, left = learners(model, a, b, n, names=names)
         works, passes = {name: x.step for name, x in todo.items()}, 1
     else:
         work, (able, unbuilt) = (Prefill if kind == "prefill" else Decode)(b, n, a), contestants(model, a)
@@ -756,7 +714,7 @@ def begun(a, meter):
     here = circumstances(
         called(__file__, ("--again",)), a.device)
     settings = dict(backbone="tiny" if a.tiny else "llama-2-7b", weights="random", tasks=TASKS,
-        prompts="of one task, three slots open", new_tokens=a.new, rounds=a.rounds,
+        prompts="of one task", new_tokens=a.new, rounds=a.rounds,
         latency_s=a.latency_s, joule_rounds=a.joule_rounds, window_s=a.window_s, cool_down_s=a.cool_down_s)
     record = (json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else here
         | dict(versions=versions(), settings=settings, meter=meter.source, rows=[], targets=[], left_out=[]))

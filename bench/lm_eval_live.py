@@ -179,7 +179,7 @@ def main():
     backbone = transformers.AutoModelForCausalLM.from_pretrained(mini_backbone_dir(),
         dtype=torch.float32).eval()
     adapter = build_adapter("himalaya", backbone, tokenizer,
-        adapter_config=dict(n_slots=16, n_features=256))
+        adapter_config=dict(n_features=256))
     for task in (0, 1): train(adapter, tokenizer, task)
     with tempfile.TemporaryDirectory() as folder:
         choices = {way: [compare_choices(adapter, tokenizer, t, folder, *settings) for t in (0, 1)]

@@ -1,14 +1,14 @@
 """The plan at scale: the formula of himalaya_hest.running.plan at measured points, the full studies
-on cards of 24, 80 and 141 GB, at 70 B parameters and at 1 000 tasks, and what breaks first.
+on cards of 24, 80 and 141 GB, at 70 B parameters and at 1 000 tasks, and what a task more costs.
 
     python bench/scale_plan.py                  # all three -> records/bench/scale_plan.json
     python bench/scale_plan.py check            # bytes by the formula and bytes counted, on small random models
     python bench/scale_plan.py scale            # the studies on each card, 7 B and 70 B; 10 to 1 000 tasks
-    python bench/scale_plan.py limits           # what refuses, what fills up, what slows down, found by trying
+    python bench/scale_plan.py tasks            # HIMALAYA of 25, 100 and 1 000 tasks at d = 4096: bytes and time
 
 One part alone replaces that part of the record. `check` counts on this CPU what a pass really
 holds: the storages that autograd saves, and by a dispatch mode the bytes of all tensors alive at
-once. Nothing runs on a GPU: hours on cards are the formula's. Times of `limits` are processor
+once. Nothing runs on a GPU: hours on cards are the formula's. Times of `tasks` are processor
 seconds of one thread (OMP_NUM_THREADS=1).
 """
 import os
@@ -19,14 +19,11 @@ import argparse
 import itertools
 import json
 import platform
-import statistics
 import tempfile
 import time
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -228,33 +225,18 @@ def state_points():
     from himalaya_hest.running.resolve import resolve
     from himalaya_hest.ground.hooks import TaskContext
     from himalaya_hest.running.shapes import adapter_size
-    from himalaya_hest.himalaya.packed_file import read_packed, write_packed
-    from himalaya_hest.himalaya.packing import Fill, packed_bytes
     from himalaya_hest.bridge.shell import pack
     out = []
     for (at, (shape, *_)), (name, tasks) in itertools.product(SMALL.items(),
         (("himalaya", 12), ("lora-bank", 5), ("lora-bank", 12), ("lilac", 3), ("lora", 3))):
-        given = dict(adapter=name) | (
-            dict(adapter_config=dict(n_slots=12, n_features=128, slots_per_task=1))
-            if name == "himalaya" else {})
-        adapter, of = built(given, shape, "float32", False, 2)
+        adapter, of = built(dict(adapter=name), shape, "float32", False, 2)
         for i in range(tasks):
             loader = [batch_of(2, 64, 1, first=i)]
             if i: adapter.hooks.on_task_start(TaskContext(f"task {i}", i, 10, loader))
             adapter.hooks.on_task_end(loader)
         size = adapter_size(of.config, model_config(*shape), tasks).state
-        if name == "himalaya":
-            core = adapter.tuner.core()
-            with tempfile.TemporaryDirectory() as d:
-                write_packed(core, Path(d)/"state.safetensors")
-                state = read_packed(Path(d)/"state.safetensors")[0]
-            # the tokenizer has 2 048, the formula counts all 4 096 places
-            tokens = int((core.router.counted >= 0).sum())
-            size -= sum(packed_bytes(core, filled=Fill(12, 12, 4096)).values()) - sum(
-                packed_bytes(core, filled=Fill(12, 12, tokens)).values())
-        else:
-            state = pack(adapter.tuner.core()) if name == "lilac" else get_peft_model_state_dict(
-                adapter.model, save_embedding_layers=False)
+        state = pack(adapter.tuner.core()) if name == "lilac" else get_peft_model_state_dict(
+            adapter.model, save_embedding_layers=False)
         out.append(dict(adapter=name, shape=at, tasks=tasks, **ratio(size, sum(map(nbytes, state.values())))))
     return out
 
@@ -373,10 +355,8 @@ def check():
 def studies(size):
     "Name → parameters of the runs of both studies."
     big = dict(model=SEVENTY, quantisation="nf4") if size == "70 B" else {}
-    # whether the budget lets them is asked for in `limits`
     free = dict(adapter_config=dict(budget_mb=None)) if size == "70 B" else {}
-    one = {a: dict(scale="full", adapter=a) | (free if a.partition("+")[0] in ("himalaya", "lilac")
-        else {}) | big for a in ("himalaya", "lora-bank", "lora", "lora+ewc", "lilac+ewc")}
+    one = {a: dict(scale="full", adapter=a) | (free if a == "lilac+ewc" else {}) | big for a in ("himalaya", "lora-bank", "lora", "lora+ewc", "lilac+ewc")}
     two = {name: given | dict(study="cnndm", scale="full") | big for name, given in (
         GATED | dict(lora=dict(adapter="lora"))).items()}
     return {("continual25", n): p for n, p in one.items()} | {("cnndm", n): p for n, p in two.items()}
@@ -452,20 +432,19 @@ def study_points():
     return out
 
 
-def kept_slots():
-    "Slots that finished tasks kept in the recorded runs of a hundred tasks, and when all were spent."
-    from himalaya_hest.measures.records import read_grid
-    out = []
-    for record in read_grid(ROOT/"records"/"tasks_main.parquet"):
-        if record["config"]["adapter"] != "himalaya": continue
-        life = record["dictionary"]
-        full = next((i for i, row in enumerate(life, 1) if not row["free"]), None)
-        out.append(dict(record=f"records/tasks_main.parquet {record['run_id']}",
-            n_slots=record["config"]["adapter_config"]["n_slots"], full_after_tasks=full,
-            kept_a_task=round(statistics.mean(r["kept"] for r in life[:full]), 2),
-            tasks=len(life), tasks_without_slots=sum(not r["grown"] for r in life),
-            retained_accuracy_auc=record["summary"]["retained_accuracy_auc"]))
-    return out
+def large_sites():
+    "The seven projections of Llama-2-7B."
+    from himalaya_hest.bridge.shell import Place
+    widths = dict(q_proj=(4096, 4096), k_proj=(4096, 4096), v_proj=(4096, 4096), o_proj=(4096, 4096),
+        gate_proj=(4096, 11008), up_proj=(4096, 11008), down_proj=(11008, 4096))
+    return [Place(f"layers.{i}.{name}", *w) for i in range(32) for name, w in widths.items()]
+
+
+def rank_for(n_tasks):
+    "What the default takes at 7 B where so many tasks are expected."
+    from himalaya_hest.himalaya.router import Router
+    from himalaya_hest.himalaya.tuner import HimalayaSettings, fitting_rank
+    return fitting_rank(len(large_sites()), Router(4096), HimalayaSettings(n_tasks=n_tasks))
 
 
 def stream_points():
@@ -480,14 +459,14 @@ def stream_points():
     plans = {name: make_plan(dict(scale="full") | given)
         for name, given in {"himalaya": {}, "lora-bank": dict(adapter="lora-bank"),
             "lora": dict(adapter="lora"), "lora, 1 % replay": dict(adapter="lora", protocol="replay")}.items()}
-    most = max(r["kept_a_task"] for r in kept_slots())
     for T, (name, plan) in itertools.product(TASKS, plans.items()):
         loads = [replace(t, name=f"{t.name} {i}") for i, t in enumerate(
             (plan.loads * -(-T // len(plan.loads)))[:T])]
         config = plan.config
         sized = lambda **changed: adapter_size(
             replace(config, adapter_config=config.adapter_config | changed), known, T)
-        size = sized(n_slots=2 * T, budget_mb=None) if name == "himalaya" else sized(n_tasks=max(128,
+        # each expects its tasks: HIMALAYA takes the rank whose adapter stays within its budget
+        size = sized(n_tasks=T) if name == "himalaya" else sized(n_tasks=max(128,
             T)) if name == "lora-bank" else plan.of.adapter
         of = Backbone(plan.of.shape, size, config)
         always = replace(config, evaluation=config.evaluation | dict(after_tasks=list(range(1, T + 1))))
@@ -495,8 +474,7 @@ def stream_points():
             kept_rows_bytes=replay_bytes(config, loads), trained=size.trained,
             steps=sum(steps_of(config, t) for t in trained_loads(config, loads)))
         if name == "himalaya":
-            row |= dict(n_slots=2 * T, n_slots_measured=round(most * T),
-                state_bytes_measured=sized(n_slots=round(most * T), budget_mb=None).state)
+            row |= dict(rank=rank_for(T), state_bytes_rank_16=sized(r=16).state)
         generations = {k: sum(r for e in evaluations(c, loads, size.keeps_answers) for _, r in e)
             for k, c in (("default", config), ("after each task", always))}
         asked = {k: sum(r for e in evaluations(c, loads) for _, r in e)
@@ -515,166 +493,11 @@ def stream_points():
 def scale():
     from himalaya_hest.running.costs import CARD_BYTES, READING_SHARE, TRAINING_SHARE
     return dict(kind="computed", assumed=dict(training_share=TRAINING_SHARE,
-        reading_share=READING_SHARE, card_gb=CARD_BYTES / 1e9), slots_a_task=2,
-        slots_a_task_measured=kept_slots(), budget_mb=BUDGET_MB, studies=study_points(),
+        reading_share=READING_SHARE, card_gb=CARD_BYTES / 1e9), budget_mb=BUDGET_MB, studies=study_points(),
         streams=stream_points())
 
 
-# --- what breaks first
-
-def refusal(**given):
-    "The message of what cannot be built on meta tensors, empty where it can."
-    from himalaya_hest.running.resolve import resolve
-    from himalaya_hest.running.shapes import adapter_size
-    from himalaya_hest.running.shapes import model_config as known_config
-    try:
-        adapter_size(resolve(dict(scale="full", quantisation="nf4") | given),
-            known_config(given.get("model", SEVEN)), 25)
-    except ValueError as e: return str(e)
-    return ""
-
-
-def largest(ask, low, high):
-    "The largest whole number from low to high that ask accepts, low being accepted."
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if ask(middle) else (low, middle)
-    return low
-
-
-def budgets():
-    "Which sizes the budget of 2.5 MB refuses, tried on meta tensors."
-    from himalaya_hest.running.resolve import resolve
-    from himalaya_hest.running.shapes import adapter_size
-    from himalaya_hest.running.shapes import model_config as known_config
-    out = {}
-    for size, model in (("7 B", SEVEN), ("70 B", SEVENTY)):
-        state = lambda **a: adapter_size(
-            resolve(dict(scale="full", model=model, quantisation="nf4",
-                adapter_config=dict(budget_mb=None) | a)), known_config(model), 25).state
-        allowed = lambda **a: not refusal(model=model, adapter_config=a)
-        row = dict(default_state_bytes=state(), default_refused=refusal(model=model),
-            state_bytes={str(k): state(n_slots=k) for k in (8, 16, 32, 64, 128, 256, 1024, 2048)},
-            state_bytes_by_features={str(n): state(n_features=n) for n in (128, 256, 512, 1024)},
-                   largest_n_slots=largest(lambda k: allowed(n_slots=k), 1, 4096)
-            if allowed(n_slots=1) else 0, largest_n_features=largest(lambda n: allowed(n_features=n),
-                8, 8192) if allowed(n_features=8) else 0)
-        row["refused_n_slots"] = refusal(model=model, adapter_config=dict(n_slots=row["largest_n_slots"] + 1))
-        row["refused_n_features"] = refusal(model=model,
-            adapter_config=dict(n_features=max(8, row["largest_n_features"] + 1)))
-        row["others_refused"] = {
-            a: m for a in ("lora-bank", "lora", "lilac+ewc", "coltas", "glodis", "reft")
-            if (m := refusal(model=model, adapter=a))}
-        bank = lambda n: adapter_size(
-            resolve(dict(scale="full", model=model, quantisation="nf4", adapter="lora-bank",
-                adapter_config=dict(n_tasks=1024))), known_config(model), n).state
-        row["bank_bytes"] = {str(n): bank(n) for n in (0, 1, 25, 100, 1000)}
-        row["bank_tasks_in_budget"] = largest(lambda n: row["bank_bytes"]["0"]
-            + n * (row["bank_bytes"]["1"] - row["bank_bytes"]["0"]) <= BUDGET_MB * 1e6, 0, 4096)
-        out[size] = row
-        print(size, {k: v for k, v in row.items() if "refused" not in k}, flush=True)
-    return dict(kind="computed") | out
-
-
-def fills_up():
-    """Streams of tasks whose slots are all kept, on a small backbone: after how many tasks nothing
-    is free, and what then happens."""
-    from himalaya_hest.ground.hooks import TaskContext
-    out, shape = [], ("llama", 128, 2, 4, 4, 344, 2048)
-    for each, policy, tasks in ((3, "refuse", 26), (2, "refuse", 36), (1, "refuse", 68),
-        (2, "evict", 36), (2, "overwrite", 36), (2, "merge", 36)):
-        adapter, _ = built(dict(adapter="himalaya", adapter_config=dict(
-            slots_per_task=each, parts=dict(when_full=policy))), shape, "float32", False, 2)
-        core, said, full = adapter.tuner.core(), set(), None
-        for i in range(tasks):
-            loader = [batch_of(2, 64, 1, first=i)]
-            with warnings.catch_warnings(record=True) as told, torch.no_grad():
-                warnings.simplefilter("always")
-                if i: adapter.hooks.on_task_start(TaskContext(f"task {i}", i, 10, loader))
-                # as if it had learned: a slot of strength 0 has nothing to lose
-                core.dictionary.gain[:, core.own] = .1
-                adapter.hooks.on_task_end(loader)
-            said |= {str(w.message).replace(f"task 'task {i}'",
-                "a task").split(":")[0].split("; ")[0] for w in told if "full" in str(w.message)
-                or "no place" in str(w.message) or "make room" in str(w.message)}
-            if full is None and not len(core.free_slots()): full = i + 1
-        life = adapter.hooks.hooks[0].life
-        out.append(dict(n_slots=len(core.owner), slots_a_task=each, when_full=policy, tasks=tasks,
-            full_after_tasks=full, tasks_without_slots=sum(not r["grown"] for r in life),
-            slots_taken_from_others=sum(r["freed"] for r in life),
-            tasks_left=len(core.owner.unique()), said=sorted(said)))
-        print(out[-1], flush=True)
-    return dict(kind="measured on a CPU", streams=out, recorded=kept_slots(), bank=bank_fills(shape))
-
-
-def bank_fills(shape):
-    "Tasks on a bank until it says that it is full."
-    from himalaya_hest.ground.hooks import TaskContext
-    adapter, _ = built(dict(adapter="lora-bank"), shape, "float32", False, 2)
-    for i in range(1, 1000):
-        loader = [batch_of(2, 64, 1, first=i)]
-        adapter.hooks.on_task_end(loader)
-        try: adapter.hooks.on_task_start(TaskContext(f"task {i}", i, 10, loader))
-        except ValueError as e: return dict(tasks=i, said=str(e))
-
-
-def projector_room(n_features, width=1024, rows=64, sampled=40):
-    """Tasks with instructions and prompts drawn at random, two closed-form keys each, protected one
-    after another: what is left of the feature space, and who answers."""
-    from himalaya_hest.himalaya.dictionary import Site
-    from himalaya_hest.himalaya.config import Settings
-    from himalaya_hest.himalaya.growth import set_key
-    from himalaya_hest.himalaya.method import HimalayaCore, gates_of, set_projector
-    from himalaya_hest.ground.linalg import owm_update
-    from himalaya_hest.himalaya.router import add_prototype
-    core, gen = HimalayaCore([Site("o_proj", 8, 8)], width,
-        Settings(n_slots=2 * max(TASKS), n_features=n_features)), torch.Generator().manual_seed(0)
-    for n in ("mean", "scale"): [getattr(core.router, f"{x}_{n}").fill_(float(n == "scale")) for x in "et"]
-    centres, taus = (torch.randn(max(TASKS) + 20, width, generator=gen) for _ in range(2))
-    # half of a row's variance is the task's
-    draw = lambda t: core.router.features(centres[t] + torch.randn(rows, width, generator=gen),
-        taus[t].expand(rows, -1))
-    survive = lambda phi: float((phi @ core.projector).square().sum() / phi.square().sum())
-    def opens(t):
-        opened = gates_of(core, core.router(draw(t))[0], False)[0]
-        return float((opened & (core.owner == t)).any(1).float().mean()), float(
-            (opened & (core.owner != t)).any(1).float().mean())
-    out = []
-    with torch.no_grad():
-        for t in range(max(TASKS)):
-            add_prototype(core.router, taus[t])
-            phi, slots = draw(t), core.free_slots()[:2]
-            core.owner[slots] = t
-            set_key(core, slots, phi, 3.)
-            set_projector(core, owm_update(core.projector, phi, .1))
-            if t + 1 not in TASKS: continue
-            fresh, stored = [], (core.router.prototype_scale.clone(), core.router.prototypes.clone())
-            # tasks still to come, with their instruction stored as at a task's start
-            for new in range(max(TASKS), max(TASKS) + 20):
-                add_prototype(core.router, taus[new])
-                fresh.append(survive(draw(new)))
-                core.router.prototype_scale.copy_(stored[0]); core.router.prototypes.copy_(stored[1])
-            old = torch.linspace(0, t, min(t + 1, sampled)).round().long().tolist()
-            answered = [opens(i) for i in old]
-            out.append(dict(tasks=t + 1, room=digits(float(core.projector.trace()) / n_features),
-                new_task_survives=digits(statistics.mean(fresh)),
-                last_tasks_open=round(statistics.mean(opens(i)[0] for i in range(max(0, t - 9), t + 1)), 3),
-                own_slots_open=round(statistics.mean(a for a, _ in answered), 3),
-                foreign_slots_open=round(statistics.mean(b for _, b in answered), 3)))
-            print(n_features, out[-1], flush=True)
-    return out
-
-
-def projector():
-    return dict(kind="measured on a CPU", alpha=.1, mask_fraction=.1, key_logit=3.,
-        logit_threshold=1.5, rows_a_task=64,
-        note="synthetic: instructions and prompts are independent normal vectors, keys in closed "
-        "form, nothing trained",
-                points={str(n): projector_room(n) for n in (512, 1024)})
-
-
-def digits(x): return float(f"{x:.3g}")
-
+# --- what a task more costs
 
 def clocked(run, least=1., most=100):
     "Least processor seconds of a call: neighbours on a machine only add to it."
@@ -684,139 +507,76 @@ def clocked(run, least=1., most=100):
     return min(times)
 
 
-def growing_parts(K, width=4096, n_sites=2, rows=8):
-    "Processor seconds of what grows with the number of slots."
-    from himalaya_hest.himalaya.dictionary import Site
-    from himalaya_hest.himalaya.config import Settings
-    from himalaya_hest.himalaya.growth import grow, reopen
-    from himalaya_hest.himalaya.life import HimalayaHooks, finish_step, protect
-    from himalaya_hest.himalaya.method import HimalayaCore
-    from himalaya_hest.himalaya.packing import snap_slots_
-    from himalaya_hest.himalaya.router import add_prototype
-    torch.set_num_threads(1)
-    core, gen = HimalayaCore([Site(f"layers.{i}.self_attn.o_proj", width, width)
-        for i in range(n_sites)], width, Settings(n_slots=K)), torch.Generator().manual_seed(0)
-    for n in ("mean", "scale"): [getattr(core.router, f"{x}_{n}").fill_(float(n == "scale")) for x in "et"]
-    e, tau = (torch.randn(64, width, generator=gen) for _ in range(2))
-    with torch.no_grad():
-        core.owner[:K - 3] = torch.arange(K - 3) // 2
-        core.router.w2.normal_(std=.01, generator=gen); core.dictionary.gain[:, :K - 3] = .1
-        core.router.w2[:, [K - 3, K - 2, K - 1]] = 0
-        for x in torch.randn(K - 1, width, generator=gen): add_prototype(core.router, x)
-    core.current.fill_((K - 3) // 2 + 1)
-    gradients = {core.dictionary.sites[0].spaces: torch.randn(width, width, generator=gen)}
-    out = dict(features_s=clocked(lambda: core.router.features(e[:rows], tau[:rows])))
-    phi = core.router.features(e, tau)
-    with torch.no_grad():
-        out["route_inference_s"] = (core.eval(), clocked(lambda: core.route(e[:rows], tau[:rows])))[1]
-    start = time.process_time()
-    slots = grow(core, gradients, phi, 3, 3.); out["start_s"] = time.process_time() - start
-    core.train()
-    out["route_training_s"] = clocked(lambda: core.route(e[:rows], tau[:rows]))
-    hooks = HimalayaHooks(core, None, None)
-    hooks.n_steps, hooks.position = 10**6, 10 # neither restart nor pruning
+def filled_core(n, rows=64):
+    "A core at the shapes of Llama-2-7B after n drawn tasks, and prompts of the next: (64, d) each."
+    from himalaya_hest.himalaya.tuner import HimalayaCore, HimalayaSettings, name_row
+    core, gen = HimalayaCore(large_sites(), 4096, HimalayaSettings(n_tasks=n)), torch.Generator().manual_seed(0)
+    for x in "et": getattr(core.router, f"{x}_scale").fill_(1.)
+    def prompts(): # half of a row's variance is the task's
+        return [torch.randn(4096, generator=gen) + torch.randn(rows, 4096, generator=gen) for _ in range(2)]
+    for i in range(n):
+        core.router.add(*prompts()); core.tasks.begin(i)
+        with torch.no_grad(): core.tasks.core.normal_(generator=gen)
+        core.tasks.keep(); core.names.add(name_row(f"task {i}"))
+    return core, prompts()
+
+
+def step_of(core):
+    "A step's own work: the update of all sites, its gradient, AdamW, unit directions."
+    from himalaya_hest.himalaya.tuner import HimalayaHooks
+    hooks, one = HimalayaHooks(core, None), torch.zeros(1, 4096)
     optimizer = torch.optim.AdamW(core.parameters(), lr=1e-3, fused=True)
-    for p in core.parameters(): p.grad = torch.zeros_like(p)
     def step():
-        old = {n: p.detach().clone() for n, p in core.named_parameters()}
-        optimizer.step(); finish_step(hooks, old)
-    step(); out["step_s"] = clocked(step)
-    def end():
-        with torch.no_grad(): reopen(core, phi, 3.); snap_slots_(core, slots); protect(hooks, phi, [])
-    out["end_s"] = clocked(end, most=3)
-    return dict(n_slots=K, **{k: round(v, 5) for k, v in out.items()},
-        trained=sum(p.numel() for p in core.parameters()))
+        update = core.route(one, one)
+        sum(x.sum() for x in (*update.read, *update.write)).backward()
+        optimizer.step(); optimizer.zero_grad(); hooks.after_optimizer_step({})
+    return step
 
 
-def spaces():
-    "Spaces that the default's slots read and write at 7 B: each has vectors of its own."
-    from himalaya_hest.running.shapes import meta_model
-    from himalaya_hest.running.shapes import model_config as known_config
-    from himalaya_hest.adapters.registry import build_adapter
-    with torch.device("meta"):
-        book = build_adapter("himalaya", meta_model(known_config(SEVEN))).tuner.core().dictionary
-    return len(book.read) + len(book.write)
+def task_point(n, rows=8):
+    "Bytes, and processor seconds of what may grow with the tasks."
+    from himalaya_hest.himalaya.router import root, task_scores
+    from himalaya_hest.himalaya.tuner import HimalayaSettings, kept_bytes
+    core, (e, tau) = filled_core(n)
+    kept = kept_bytes(len(core.sites), core.router, HimalayaSettings(), core.tasks.r, n)
+    def roots(): # as after a task's start, when nothing is known of the new covariance
+        for view in (core.router.content, core.router.instruction): view._root = None; root(view)
+    with torch.no_grad():
+        core.eval()
+        out = dict(root_s=clocked(roots), scores_s=clocked(lambda: task_scores(core.router, e[:rows], tau[:rows])),
+            route_s=clocked(lambda: core.route(e[:1], tau[:1])))
+    start = time.process_time(); core.router.add(e, tau); core.tasks.begin(n); out["start_s"] = time.process_time() - start
+    core.train(); core.current.fill_(0)
+    out["step_s"] = clocked(step_of(core))
+    start = time.process_time(); core.tasks.keep(); out["end_s"] = time.process_time() - start
+    return dict(tasks=n, rank=core.tasks.r, bytes=kept, mb=round(sum(kept.values()) / 1e6, 3),
+        **{k: round(v, 6) for k, v in out.items()})
 
 
-def growing(processes=3):
-    "The same in processes of their own, since where an allocator puts large tensors is another matter in each."
+def tasks():
     points = []
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for K in (64, 256, 1024, 2048):
-            runs = list(pool.map(growing_parts, [K] * processes))
-            points.append({k: span(r[k] for r in runs) if k.endswith("_s") else v for k, v in runs[0].items()})
-            print(points[-1], flush=True)
-    times = {k: [[round(t / points[0][k][0], 2) for t in p[k]] for p in points] for k in points[0]
-        if k.endswith("_s")}
-    return dict(kind="measured on a CPU", unit="processor seconds of one thread", processes=processes,
-        width=4096, sites=2, spaces=2, spaces_of_default=spaces(), rows=8, points=points, ratio_to_64=times)
-
-
-def limits():
-    return dict(budgets=budgets(), fills_up=fills_up(), projector=projector(), growing=growing())
+    for n in (25, 100, 1000): points.append(task_point(n)); print(points[-1], flush=True)
+    return dict(kind="measured on a CPU", unit="processor seconds of one thread", width=4096, layers=32, rows=8,
+        points=points)
 
 
 def first(record):
-    "What breaks first: after how many tasks, or at once, with the part of the record that says so."
-    budget, fills, streams, room = (record["limits"]["budgets"], record["limits"]["fills_up"],
-        record["scale"]["streams"], record["limits"]["projector"]["points"]["512"])
-    computed, measured = "computed", "measured on a CPU"
-    slots, kept = budget["7 B"]["largest_n_slots"], next(r for r in fills["recorded"] if r["n_slots"] == 64)
-    tried = next(r for r in fills["streams"] if r["slots_a_task"] == 2 and r["when_full"] == "refuse")
-    when = lambda rows, holds: next((r["tasks"] for r in rows if holds(r)), None)
-    lora = {r["tasks"]: r["hours"]["A100 80 GB"] for r in streams if r["adapter"] == "lora"}
-    replay = [r for r in streams if r["adapter"] == "lora, 1 % replay"]
-    plain = {r["tasks"]: r["state_bytes"] for r in streams if r["adapter"] == "lora"}
-    rows = [dict(size="7 B", tasks=when([r for r in streams if r["adapter"] == a],
-        lambda r: r["state_bytes"] > plain[r["tasks"]]),
-        what=f"{name} takes more bytes than LoRA of rank 8", kind=computed, part="scale.streams")
-        for a, name in (("himalaya", "HIMALAYA with two slots a task"), ("lora-bank", "a bank"))]
-    rows += [dict(size="7 B", tasks=budget["7 B"]["bank_tasks_in_budget"] + 1,
-        what=f"a bank is over {BUDGET_MB} MB", kind=computed, part="limits.budgets"),
-            dict(size="mini", tasks=kept["full_after_tasks"] + 1,
-                what=f"all {kept['n_slots']} slots of the default are spent in the recorded run, "
-                f"{kept['kept_a_task']} kept a task: later tasks get none", kind=measured,
-                part="limits.fills_up"),
-            dict(size="any", tasks=tried["full_after_tasks"] + 1,
-                what=f"all {tried['n_slots']} slots of the default are spent where each task keeps "
-                f"two", kind=measured, part="limits.fills_up"),
-            dict(size="7 B", tasks=slots // 2 + 1,
-                what=f"the budget of {BUDGET_MB} MB refuses as many slots as tasks of two need: at "
-                f"most {slots} at N = 512", kind=computed, part="limits.budgets"),
-            dict(size="7 B", tasks=int(slots / kept["kept_a_task"]) + 1,
-                what=f"as many slots as {BUDGET_MB} MB allow, {slots}, are spent at the "
-                f"{kept['kept_a_task']} a task of that run", kind=computed, part="limits.budgets"),
-            dict(size="any", tasks=when(room, lambda r: r["new_task_survives"] < .1),
-                what="less than a tenth of a new task's features survives the projection, N = 512",
-                kind=measured, part="limits.projector"),
-            dict(size="any", tasks=when(room, lambda r: r["last_tasks_open"] < .5),
-                what="the last tasks' slots no longer open on half of their rows, N = 512",
-                kind=measured, part="limits.projector"),
-            dict(size="any", tasks=fills["bank"]["tasks"] + 1,
-                what="a bank's places are taken and the next task is refused: raise n_tasks",
-                kind=measured, part="limits.fills_up"),
-            dict(size="7 B", tasks=when([dict(tasks=t, **h) for t, h in lora.items()],
-                lambda h: h["evaluation, after each task"] > h["training"]),
-                what="evaluating LoRA after each task takes longer than training", kind=computed,
-                part="scale.streams"),
-            dict(size="7 B", tasks=when(
-                replay, lambda r: r["hours"]["A100 80 GB"]["training"] > 2
-                * lora[r["tasks"]]["training"]),
-                what="replay of 1 % takes more than twice the training", kind=computed, part="scale.streams"),
-            dict(size="70 B", tasks=budget["70 B"]["bank_tasks_in_budget"] + 1,
-                what=f"a bank is over {BUDGET_MB} MB", kind=computed, part="limits.budgets")]
-    at_once = [dict(size=size, what=f"{name} is refused: {said}", kind=computed,
-        part="limits.budgets") for size in ("7 B", "70 B")
-        for name, said in [("HIMALAYA's default", budget[size]["default_refused"]),
-            *budget[size]["others_refused"].items()] if said]
-    nothing = [s for s in record["scale"]["studies"] if s["size"] == "70 B"
-        and s["cards"]["RTX 4090 24 GB"]["settings"] is None]
-    at_once += [dict(size="70 B",
-        what=f"no card of 24 GB holds a run: not one of {len(nothing)} with any settings, the "
-        f"weights alone take {nothing[0]['cards']['RTX 4090 24 GB']['weights_gb']} GB in NF4",
-        kind=computed, part="scale.studies")] if len(nothing) == sum(s["size"] == "70 B"
-            for s in record["scale"]["studies"]) else []
-    return dict(at_once=at_once, after_tasks=sorted(rows, key=lambda r: (r["tasks"] is None, r["tasks"])))
+    "What breaks first: after how many tasks, with the part of the record that says so."
+    streams, of = record["scale"]["streams"], {}
+    for r in streams: of.setdefault(r["adapter"], {})[r["tasks"]] = r
+    when = lambda name, holds: next((t for t, r in of[name].items() if holds(r, of["lora"][t])), None)
+    hours = lambda r: r["hours"]["A100 80 GB"]
+    larger = lambda r, lora: r["state_bytes"] > lora["state_bytes"]
+    rows = [(when("lora-bank", larger), "a bank takes more bytes than LoRA of rank 8"),
+        (when("himalaya", larger), "HIMALAYA takes more bytes than LoRA of rank 8"),
+        (when("lora-bank", lambda r, _: r["state_bytes"] > BUDGET_MB * 1e6), f"a bank is over {BUDGET_MB} MB"),
+        (when("himalaya", lambda r, _: r["rank"] < 16), "HIMALAYA keeps to its budget with a rank below 16"),
+        (when("lora", lambda r, _: hours(r)["evaluation, after each task"] > hours(r)["training"]),
+            "evaluating LoRA after each task takes longer than training"),
+        (when("lora, 1 % replay", lambda r, lora: hours(r)["training"] > 2 * hours(lora)["training"]),
+            "replay of 1 % takes more than twice the training")]
+    return [dict(tasks=t, what=what, kind="computed", part="scale.streams") for t, what in
+        sorted(rows, key=lambda r: (r[0] is None, r[0]))]
 
 
 def written(x, depth=0):
@@ -832,7 +592,7 @@ def written(x, depth=0):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=["check", "scale", "limits"],
+    parser.add_argument("part", nargs="?", choices=["check", "scale", "tasks"],
         help="one part alone; default: all")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -844,11 +604,11 @@ def main():
     record |= dict(command=COMMAND, versions=dict(python=platform.python_version(),
         torch=torch.__version__, transformers=transformers.__version__, peft=peft.__version__,
         bitsandbytes=bitsandbytes.__version__), machine=platform.machine())
-    for part in [args.part] if args.part else ["check", "scale", "limits"]:
+    for part in [args.part] if args.part else ["check", "scale", "tasks"]:
         start = sum(os.times()[:4]) # with that of processes that have ended
-        made = dict(check=check, scale=scale, limits=limits)[part]()
+        made = dict(check=check, scale=scale, tasks=tasks)[part]()
         record[part] = dict(command=f"{COMMAND} {part}", processor_s=round(sum(os.times()[:4]) - start)) | made
-        if {"scale", "limits"} <= record.keys(): record["first"] = first(record)
+        if "scale" in record: record["first"] = first(record)
         RECORD.write_text(written(record) + "\n", encoding="utf-8")
 
 

@@ -107,9 +107,8 @@ def on_meta():
             if adapter == "himalaya":
                 assert size.state < 2.5e6, "HIMALAYA's state between tasks is over its budget"
                 from himalaya_hest.himalaya.tuner import HimalayaConfig
-                out[f"{scale}, {adapter}"] |= {
-                    k: getattr(HimalayaConfig(**{k: v for k, v in config.adapter_config.items()}),
-                        k) for k in ("n_slots", "n_features")}
+                method = HimalayaConfig(**config.adapter_config)
+                out[f"{scale}, {adapter}"] |= {k: getattr(method, k) for k in ("n_tasks", "n_coordinates", "n_features")}
     return out
 
 

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ADAPTERS = ["himalaya", "lora-bank", "lora", "lora+ewc", "olora", "gpm-lora", "lilac+ewc",
-    "himalaya:published_gain", "himalaya:published", "lora-masked", "lora-masked+ewc", "reft+ewc",
+    "lora-masked", "lora-masked+ewc", "reft+ewc",
     "coltas+ewc", "glodis+ewc", "osf", "vera", "ia3", "oft", "fourierft", "randlora"]
 ONE = "import sys; sys.path.insert(0, 'bench'); from search import one; one(*sys.argv[1:])"
 

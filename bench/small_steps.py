@@ -10,8 +10,7 @@ projections of earlier tasks act. A round gives the same eight rows to
 all methods in random order: copies, forward and backward, hooks, clipping and optimiser, process
 time. Ratios are medians over rounds with the 95 % interval of a bootstrap over rounds. What a task
 costs at its start and its end (`once`) is one measurement, over one batch where a run takes
-several. "Same sites": lora-same is LoRA-8 on q, k, v, o and down, whose output is that of
-HIMALAYA's mlp site. Rates are next to zero, so that all steps start alike.
+several. "Same sites": lora-same is LoRA-8 on all seven projections, as HIMALAYA is. Rates are next to zero, so that all steps start alike.
 """
 import argparse
 import copy
@@ -35,15 +34,13 @@ from himalaya_hest.workshop.measuring import (
     called, circumstances, keep_memory, ratio, spread, write_record)
 
 QV, O, SAME = ["q_proj", "v_proj"], ["o_proj"], ["q_proj", "k_proj", "v_proj", "o_proj",
-    "down_proj"]
+    "gate_proj", "up_proj", "down_proj"]
 EWC = dict(n_examples=8) # of the first task: only its penalty is timed
 METHODS = { # name → adapter, preset, fields, LoRA on the same sites
     "lora-qv": ("lora", "default", dict(target_modules=QV), None),
     "lora-o": ("lora", "default", dict(target_modules=O), None),
     "lora-same": ("lora", "default", dict(target_modules=SAME), None),
     "himalaya": ("himalaya", "default", {}, "lora-same"),
-    "himalaya-published": ("himalaya", "published", {}, "lora-o"),
-    "himalaya-published-gain": ("himalaya", "published_gain", {}, "lora-o"),
     "lora-bank-wide": ("lora-bank", "default", dict(r=8, target_modules=QV), "lora-qv"),
     "lora-bank": ("lora-bank", "default", {}, "lora-o"),
     "lora-masked+ewc": ("lora-masked+ewc", "default", {}, "lora-qv"),

@@ -63,7 +63,7 @@ _NAMES = { # module → what it gives to the face
     "trainer.scores": "ContinualScores",
     "trainer.settings": "make_optimizer",
     "compare.gates": "hest_report",
-    "compare.slots": "himalaya_report",
+    "compare.tasks": "himalaya_report",
     "compare.evaluate": "comparison_charts comparison_tables evaluate_runs",
     "compare.figures": "byte_table retained_curve score_matrix",
     "running.backbone": "load_backbone",

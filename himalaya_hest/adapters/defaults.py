@@ -49,7 +49,7 @@ USUAL = dict(warmup_ratio=.1, adam_beta1=.9, adam_beta2=.999) # transformers' be
 _GATED = ("hest", "hest:published", "tabs", "bhsp", "spectral", "int8", "random-mask", "depth-mask")
 FOUNDING_TRAINING = { # at scales without searches
     "himalaya": _OF_UNIT_VECTORS | dict(learning_rate=4e-3), # rates that follow width and rank
-    "lora-bank": _OF_UNIT_VECTORS, # as HIMALAYA's
+    "lora-bank": _OF_UNIT_VECTORS, # betas as HIMALAYA's
 } | dict.fromkeys(_GATED, dict(learning_rate=3e-5, weight_decay=.01, adam_beta2=.95))
 FOUNDING_RIVALS = dict(learning_rate=1e-4, weight_decay=0.)
 FOUNDING_EWC = dict(strength=.4)

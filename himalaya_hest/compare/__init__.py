@@ -18,7 +18,7 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.compare", {
     "method_figures": "chance_curve curves_of method_bars pair_chart retained_bands",
     "evaluate": "comparison_charts comparison_tables evaluate_runs",
     "explorer": "browse read_folders",
-    "slots": "himalaya_report",
+    "tasks": "himalaya_report",
     "gates": "hest_report",
     "command": "command_of",
     "page": "write_page",

@@ -10,7 +10,6 @@ import shlex
 from dataclasses import asdict
 
 from ..adapters.defaults import EWC_DEFAULTS, searched_defaults, training_defaults
-from ..himalaya.flat_form import flat_of
 from ..running.names import told_length
 from himalaya_hest.running.parameters import (
     EnergyParameters, EvaluationParameters, RunConfig, TrainingParameters, checked,
@@ -99,7 +98,6 @@ def command_of(
     does not know one of them."""
     # parameters that are younger than the record were silent then
     c = asdict(checked(RunConfig, record["config"]))
-    c |= dict(adapter_config=flat_of(c))
     words = [f"{name}={_written(v)}" for name, v in _told(c)]
     n = c["training"].get("num_processes", 1)
     several = ["torchrun", "--nproc-per-node", str(n), "-m", "himalaya_hest.jobs.run"]

@@ -8,8 +8,6 @@ __all__ = ['large_llama', 'large_adapter', 'large_bytes']
 # %% ../../nbs/compare/02_large.ipynb #3949b95c
 import torch
 
-from ..himalaya.flat_form import in_parts
-from ..himalaya.packing import fill_of, packed_bytes, Fill
 from ..running.shapes import _state_bytes
 from ..adapters.names import parse_adapter
 from ..adapters.registry import Adapter, build_adapter
@@ -34,8 +32,6 @@ def large_adapter(
     "The record's adapter on the large model."
     c = record["config"]
     method, fields = parse_adapter(c["adapter"])[0], dict(c.get("adapter_config") or {})
-    # without a limit, to count what would be over the budget, too
-    if method == "himalaya": fields = in_parts(fields, c["preset"]) | dict(budget_mb=None)
     with torch.device("meta"):
         return build_adapter(method, large_llama(), None, c["preset"], fields, None, c["seed"])
 
@@ -48,18 +44,7 @@ def large_bytes(
     n, c = len(record["tasks"]), record["config"]
     method, ewc = parse_adapter(c["adapter"])
     if c.get("protocol") == "zero_shot": return 0
-    if method == "himalaya": size = _himalaya_bytes(adapter.tuner, record, n)
-    else: size = _state_bytes(adapter, n)
+    size = _state_bytes(adapter, n)
     # EWC keeps Fisher information and anchor, two numbers for each that is trained
     if ewc: size += 8 * sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
     return size * (n if c.get("protocol") == "single" else 1)
-
-# %% ../../nbs/compare/02_large.ipynb #61a0241d
-def _himalaya_bytes(tuner, record, n):
-    "The packed state with the slots that the run used."
-    core, config = tuner.core(), tuner.peft_config["default"]
-    most, life = fill_of(core, full=True), record.get("dictionary")
-    used = most.slots - life[-1]["free"] if life else most.slots
-    filled = Fill(used, min(n, most.prototypes), most.tokens)
-    bits = getattr(config, "atom_bits", None) or 3
-    return sum(packed_bytes(core, bits=bits, filled=filled).values())

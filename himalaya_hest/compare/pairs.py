@@ -26,13 +26,13 @@ def _searched(adapter, preset):
 # %% ../../nbs/compare/01_pairs.ipynb #f5108744
 def _set_otherwise(c, known):
     "Fields of the adapter and of EWC that are neither the search's nor the package's own."
-    from himalaya_hest.himalaya.flat_form import flat_of
     unsaid = object()
-    out = {k: v for k, v in flat_of(c).items() if known["adapter_config"].get(k, unsaid) != v}
-    if given := c.get("ewc"):
+    given = c.get("adapter_config") or {}
+    out = {k: v for k, v in given.items() if known["adapter_config"].get(k, unsaid) != v}
+    if ewc := c.get("ewc"):
         from himalaya_hest.adapters.defaults import EWC_DEFAULTS
         usual = EWC_DEFAULTS | known["ewc"]
-        out |= {f"ewc {k}": v for k, v in given.items() if usual.get(k, v) != v}
+        out |= {f"ewc {k}": v for k, v in ewc.items() if usual.get(k, v) != v}
     return out
 
 # %% ../../nbs/compare/01_pairs.ipynb #bce44ae0
@@ -48,7 +48,7 @@ def method_of(
     record: dict, # a run's record
     # (adapter, preset) → {"adapter_config", "ewc"}: what goes without saying
     searched: Callable = _searched,
-) -> str: # for instance "himalaya", "lora (single)", "himalaya published, n_slots 40"
+) -> str: # for instance "himalaya", "lora (single)", "himalaya, gamma 2.0, r 4"
     "What a row of a comparison is called."
     c = record["config"]
     preset, protocol = c.get("preset", "default"), c.get("protocol", "sequential")

@@ -155,9 +155,9 @@ _RATES = ("learning_rate", "warmup_ratio", "adam_beta1", "adam_beta2")
 
 def _trained_with(record):
     "What tells two tunings of one reference apart, as text."
-    from himalaya_hest.himalaya.flat_form import flat_of
     c = record["config"]
-    return json.dumps([[c.get("training", {}).get(k) for k in _RATES], flat_of(c)])
+    rates = [c.get("training", {}).get(k) for k in _RATES]
+    return json.dumps([rates, c.get("adapter_config") or {}])
 
 # %% ../../nbs/compare/04_questions.ipynb #cdbb09db
 def tuned_single(

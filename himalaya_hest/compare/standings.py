@@ -102,15 +102,12 @@ def final_mean(runs) -> float | None: # over the runs that have one
 def large_mb(
     runs: dict, # (seed, order_seed) → record of one method
 ) -> float | None: # None where the adapter is not known here
-    "Mean over the runs, computed for the large model: MB after the last task."
+    "MB after the last task, computed for the large model: all runs of a method keep the same."
     from himalaya_hest.compare.large import large_adapter, large_bytes
     first = next(iter(runs.values()))
     try: large = large_adapter(first)
     except ValueError: return None
-    # only himalaya's slots in use differ from run to run; one run speaks for any other method
-    same = first["config"]["adapter"].partition("+")[0] != "himalaya"
-    sizes = [large_bytes(large, r) for r in ([first] if same else runs.values())]
-    return float(np.mean(sizes)) / 1e6
+    return large_bytes(large, first) / 1e6
 
 # %% ../../nbs/compare/03_standings.ipynb #043a2493
 def _rows_interval(values, center):

@@ -68,8 +68,9 @@ class Frames(nn.Module):
         wide = {}
         for width in self.widths:
             bucket, weight = getattr(self, f"bucket_{width}"), getattr(self, f"weight_{width}")
-            wide[width] = q[:, bucket] * weight.to(q.dtype) # (n, sites, width)
-        return [wide[width][:, i] for width, i in self.places]
+            # taken apart at once: a gradient of each site alone would be as large as that of all
+            wide[width] = (q[:, bucket] * weight.to(q.dtype)).unbind(1) # of (n, sites, width)
+        return [wide[width][i] for width, i in self.places]
 
 # %% ../../nbs/himalaya/01_coordinates.ipynb #b4c59c85
 @patch

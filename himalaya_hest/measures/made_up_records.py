@@ -73,13 +73,6 @@ def _made_up_scores(names, R):
         for row in R
     ]
 
-def _made_up_dictionary(names):
-    "What each task grew, and what of it was kept."
-    used = np.cumsum([2 + j % 2 for j in range(len(names))])
-    return [
-        dict(task=t, grown=3, pruned=1 - j % 2, kept=2 + j % 2, free=int(64 - used[j]))
-        for j, t in enumerate(names)
-    ]
 
 # %% ../../nbs/measures/10_made_up_records.ipynb #3e60516d
 _COSTS = dict(
@@ -91,7 +84,7 @@ def made_up_record(
     T: int = 4, # number of tasks
     keeps: float = 1., # share of a score that each later task leaves
     role: str = "proposed", # proposed, baseline or ablation
-    adapter: str = "himalaya", # himalaya records a dictionary
+    adapter: str = "himalaya", # its name
     seed: int = 0, # of the scores
     digest: str = "a" * 64, # of the world
     # numbers of tasks after which all seen were evaluated; None: after each
@@ -109,12 +102,11 @@ def made_up_record(
         run_id=run_id, role=role, config=config, summary=continual_summary(R) | _COSTS,
         matrix=R, scores=_made_up_scores(names, R), tasks=names,
         history=_made_up_history(names, R), world=dict(digest=digest), task_info=info,
-        bytes=dict(atoms=49152, router=65536, gains=2560),
+        bytes=dict(tasks=49152, covariance=65536, means=2560),
         confusion={
             t: dict(labels=["no", "yes"], counts=[[20, 4, 1], [3, 22, 0]]) for t in names[1::4]
         },
         zero_shot=[0.02] * T,
-        dictionary=_made_up_dictionary(names) if adapter == "himalaya" else [],
     )
 
 # %% ../../nbs/measures/10_made_up_records.ipynb #8c59fa0b

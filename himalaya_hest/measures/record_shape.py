@@ -52,9 +52,6 @@ RECORD = {
     "zero_shot?": (None, [_FIGURE], {"*": _FIGURE}),
     "row_values?": (None, {"*": [_FIGURE]}),
     "energy?": (None, _ENERGY),
-    "dictionary?": (
-        None, [{"task": str, **{f"{k}?": _FIGURE for k in ("grown", "pruned", "kept", "free")}}],
-    ),
     "confusion?": (None, {"*": {"labels": [str], "counts": [[float]]}}),
     "searched?": (None, {"adapter_config": {}, "ewc": {}}),
     "final?": {},
@@ -86,7 +83,6 @@ ABOUT = { # part of a record → what it holds
     "zero_shot": "scores of the backbone without an adapter",
     "row_values": "the value of each evaluated row of the last evaluation, by task",
     "energy": "what answers cost, by layer and position, in a study of energy",
-    "dictionary": "slots grown, pruned, kept and free after each task, of a method that has them",
     "confusion": "counts of given and right labels, of tasks with labels",
     "searched": "settings of the method's defaults that a search found",
     "final": "scores of the last evaluation, where it has more rows than those before",

@@ -15,12 +15,12 @@ import numpy as np
 from ..compare.standings import MAIN_PAIRS, large_mb, mean_of
 from ..ground.table import Table
 from ..measures.statistics import bca_interval
-from .atoms import norms, operations
 from himalaya_hest.study.findings import (
     HELD, NOT_HELD, NOT_RUN, NOT_TESTABLE, Evidence, Finding, read_evidence, shown_figure
 )
 from .footprint import latency, privacy, storage
 from .forgetting import scores
+from .norms import norms, operations
 
 # %% ../../nbs/study/08_claims.ipynb #c9908845
 def _code_finding(part, claim, unit, package, figure, good, told):
@@ -44,7 +44,7 @@ def _line_findings(p):
         ),
         _code_finding(
             "6b", "… what the default needs of it", "lines", p, needed, needed <= 400,
-            "functions that run in a stream of two tasks, without the file of the packed state",
+            "functions that run in a stream of two tasks",
         ),
     ]
 

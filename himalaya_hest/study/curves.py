@@ -40,7 +40,7 @@ def _check_rows(record, n):
 def stopped_after(
     record: dict, # a run's record
     n: int, # tasks
-) -> dict: # summary, matrix, tasks, dictionary, kept_bytes, as if the stream had n tasks
+) -> dict: # summary, matrix, tasks, kept_bytes, as if the stream had n tasks
     """The record of a run's first n tasks. Raises ValueError where a row that n tasks need was not
     evaluated."""
     wanted, R = _check_rows(record, n), score_array(record)
@@ -49,7 +49,7 @@ def stopped_after(
         [R[i, j] if j <= i and (i + 1 in wanted or i == j) else None for j in range(n)]
         for i in range(n)
     ]
-    out = {k: (record.get(k) or [])[:n] for k in ("tasks", "dictionary", "kept_bytes")}
+    out = {k: (record.get(k) or [])[:n] for k in ("tasks", "kept_bytes")}
     # a run that noted no sizes on its way has that at its end alone
     if not out["kept_bytes"] and n == len(record["tasks"]):
         out["kept_bytes"] = [None] * (n - 1) + [round(record["summary"]["adapter_mb"] * 1e6)]
@@ -62,13 +62,16 @@ METRICS = {
     "just learned": "just_learned_accuracy", "forgotten": "average_forgetting",
 }
 
+def _large(record): # None: an adapter of another version, whose shapes are not known here
+    try: return large_adapter(record)
+    except ValueError: return None
+
 def _point(record, large, n):
     short = stopped_after(record, n)
     mini = short["kept_bytes"][-1] if short["kept_bytes"] else None
-    free = short["dictionary"][-1]["free"] if short["dictionary"] else None
     return {k: short["summary"][v] for k, v in METRICS.items()} | {
-        "slots free": free, "MB mini": None if mini is None else mini / 1e6,
-        "MB large": large_bytes(large, short) / 1e6,
+        "MB mini": None if mini is None else mini / 1e6,
+        "MB large": None if large is None else large_bytes(large, short) / 1e6,
     }
 
 # %% ../../nbs/study/02_curves.ipynb #71fca179
@@ -78,7 +81,7 @@ def _mean(rows, key):
     return None if None in values else float(np.mean(values))
 
 def _by_size(item): # ((method, length), rows)
-    "By length, then by name with the numbers in it as numbers: K 40 before K 100."
+    "By length, then by name with the numbers in it as numbers: r 4 before r 16."
     (method, n), _ = item
     return n, [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", method)]
 
@@ -89,7 +92,7 @@ def curve_points(
     "What each method gives on streams of several lengths."
     found = {}
     for r in same_world(records):
-        large = large_adapter(r)
+        large = _large(r)
         for n in (n for n in lengths if n <= len(r["tasks"])):
             found.setdefault((method_of(r), n), []).append(_point(r, large, n))
     return [
@@ -102,7 +105,7 @@ def curve_table(
     points: list[dict], # from `curve_points`
 ) -> Table: # by length of stream, the best AUC first
     "The points as a table."
-    columns = ["tasks", "method", "n"] + list(METRICS) + ["slots free", "MB mini", "MB large"]
+    columns = ["tasks", "method", "n"] + list(METRICS) + ["MB mini", "MB large"]
     rows = sorted(([p[c] for c in columns] for p in points), key=lambda r: (r[0], -r[3]))
     return Table(
         "After so many tasks: scores, and MB kept (measured at the mini scale; computed for "
@@ -201,7 +204,7 @@ def _looks(points, control):
 # %% ../../nbs/study/02_curves.ipynb #04be1a9a
 def _short(method):
     "A curve's name at a point."
-    return method.removeprefix("himalaya, ").replace("n_slots ", "K ").replace("lora-bank", "bank")
+    return method.removeprefix("himalaya, ").replace("lora-bank", "bank")
 
 def _apart(values, gap):
     "Positions at least `gap` apart, in the order of the values and near them."
@@ -223,7 +226,7 @@ def _merged(rows):
     return [
         (
             float(np.mean([v for v, _ in same])),
-            "/".join([same[0][1]] + [n.removeprefix("K ") for _, n in same[1:]]) + f"  {text}",
+            "/".join([same[0][1]] + [n.removeprefix("r ") for _, n in same[1:]]) + f"  {text}",
             color,
         ) for (text, color), same in out.items()
     ]
