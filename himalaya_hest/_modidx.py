@@ -650,6 +650,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                      'himalaya_hest/bridge/prompt.py'),
                                              'himalaya_hest.bridge.prompt.refuse_packed': ( 'bridge/prompt.html#refuse_packed',
                                                                                             'himalaya_hest/bridge/prompt.py'),
+                                             'himalaya_hest.bridge.prompt.statistics_faults': ( 'bridge/prompt.html#statistics_faults',
+                                                                                                'himalaya_hest/bridge/prompt.py'),
                                              'himalaya_hest.bridge.prompt.warn_once': ( 'bridge/prompt.html#warn_once',
                                                                                         'himalaya_hest/bridge/prompt.py')},
             'himalaya_hest.bridge.properties': { 'himalaya_hest.bridge.properties.Faults': ( 'bridge/properties.html#faults',

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['N_COUNTED', 'Call', 'prompt_of', 'before_target', 'warn_once', 'refuse_packed', 'masked_mean', 'add_statistics',
-           'check_fitted', 'measure_prompts', 'count_tokens', 'rarity', 'generic_rows', 'RoutedCore']
+           'check_fitted', 'measure_prompts', 'count_tokens', 'rarity', 'statistics_faults', 'generic_rows',
+           'RoutedCore']
 
 # %% ../../nbs/bridge/04_prompt.ipynb #dfc92270
 import warnings
@@ -171,6 +172,22 @@ def rarity(
     place = torch.where(router.counted >= 0, router.counted, vocabulary).long() # without a token: behind the table
     ones = torch.ones(vocabulary + 1, device=place.device)
     return ones.scatter(0, place, 1e-2 / (1e-2 + router.frequency))[:vocabulary]
+
+# %% ../../nbs/bridge/04_prompt.ipynb #d0a148ae
+def statistics_faults(
+    state: dict[str, Tensor], # by the names of a core's state
+) -> list[str]:
+    "Tokens that are counted twice, and divisors next to zero."
+    wrong, counted = [], state.get("router.counted")
+    tokens = () if counted is None else counted[counted >= 0]
+    if len(tokens) and (len(tokens.unique()) < len(tokens) or bool((counted[:len(tokens)] < 0).any())):
+        wrong.append("router.counted names a token twice, or has a gap")
+    # zeros before the statistics are measured
+    for n in ("router.e_scale", "router.t_scale"):
+        if n in state and bool(state[n].any()) and float(state[n].min()) < 1e-7:
+            wrong.append(f"{n} holds {state[n].min():g}, expected at least 1e-6, or zeros before "
+                         "fit_statistics")
+    return wrong
 
 # %% ../../nbs/bridge/04_prompt.ipynb #14b7f41a
 def generic_rows() -> list[tuple[str, str]]: # (instruction, prompt)

@@ -19,6 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..ground.rows import RowStack
+from .prompt import statistics_faults
 from .settings import LARGEST
 
 # %% ../../nbs/bridge/07_tensors.ipynb #53d858c5
@@ -234,7 +235,7 @@ def content_faults(
     "What the numbers say that cannot be."
     own = {n.partition("_core.")[2] or n: t for n, t in tensors.items()}
     said = config.value_faults(own) if hasattr(config, "value_faults") else []
-    return number_faults(tensors, ranges_of(backbone), largest) + said
+    return number_faults(tensors, ranges_of(backbone), largest) + statistics_faults(own) + said
 
 # %% ../../nbs/bridge/07_tensors.ipynb #6bfbec22
 def size_faults(

@@ -88,7 +88,7 @@ READER_SKIPS = {
         "all layers share one state, so fewer layers do not mean fewer parameters "
         "(PEFT leaves VeRA and VB-LoRA out here for the same reason)"),
     _FLOAT32: ("the state is always float32, whatever the backbone's dtype: "
-               "routing, keys and projector need it, and the bytes are counted so"),
+               "routing and keys need it, and the bytes are counted so"),
     "only_params_are_updated.*Conv1D": (
         "this layer has one output, and a unit vector of width one has no direction to learn"),
 }
