@@ -65,15 +65,17 @@ def ship(out):
 
 
 def of_trials(path, n_trials=6):
-    "The best of a grid's trials, where all were made; a form with settings of its own is no default."
+    """The best of a grid's trials, where all were made; a form with a rank or sites of its own is no
+    default."""
     import pandas as pd
     trials = {}
     for record in map(json.loads, pd.read_parquet(path).record):
-        if not record["config"]["adapter_config"]:
+        if not {"r", "target_modules"} & set(record["config"]["adapter_config"]):
             trials.setdefault(record["config"]["adapter"], []).append(record)
     def setting(record):
         config = record["config"]
         found = dict(training=dict(learning_rate=config["training"]["learning_rate"]))
+        if config["adapter_config"]: found["adapter_config"] = config["adapter_config"]
         if config["adapter"].endswith("+ewc"): found["ewc"] = dict(strength=config["ewc"]["strength"])
         return found
     def score(record): return record["summary"]["retained_accuracy_auc"]
