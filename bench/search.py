@@ -23,13 +23,16 @@ from pathlib import Path
 ADAPTERS = ["himalaya", "lora-bank", "lora", "lora+ewc", "olora", "gpm-lora", "lilac+ewc",
     "lora-masked", "lora-masked+ewc", "reft+ewc",
     "coltas+ewc", "glodis+ewc", "osf", "vera", "ia3", "oft", "fourierft", "randlora"]
+# a form of an adapter that a study compares beside its default, searched alike; it is no default of anything
+FORMS = {"lora-bank-wide": dict(adapter="lora-bank",
+    adapter_config=dict(r=8, target_modules=["q_proj", "v_proj"]))}
 ONE = "import sys; sys.path.insert(0, 'bench'); from search import one; one(*sys.argv[1:])"
 
 
 def parameters(name, trials, results_dir):
     adapter, _, form = name.partition(":")
-    return dict(adapter=adapter, n_trials=int(trials),
-        results_dir=results_dir) | (dict(preset=form) if form else {})
+    of = FORMS.get(name) or dict(adapter=adapter) | (dict(preset=form) if form else {})
+    return of | dict(n_trials=int(trials), results_dir=results_dir)
 
 
 def one(name, trials, results_dir, out):
@@ -85,7 +88,7 @@ def of_trials(path, n_trials=6):
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=ADAPTERS, metavar="ADAPTER",
+    parser.add_argument("--only", nargs="+", default=[*ADAPTERS, *FORMS], metavar="ADAPTER",
         help="adapter, or adapter:preset")
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--workers", type=int, default=2, help="searches at once")

@@ -48,15 +48,16 @@ def method_of(
     record: dict, # a run's record
     # (adapter, preset) → {"adapter_config", "ewc"}: what goes without saying
     searched: Callable = _searched,
-) -> str: # for instance "himalaya", "lora (single)", "himalaya, gamma 2.0, r 4"
+) -> str: # for instance "himalaya", "lora (single)", "himalaya, r 4, gamma 2.0"
     "What a row of a comparison is called."
     c = record["config"]
     preset, protocol = c.get("preset", "default"), c.get("protocol", "sequential")
     said = _set_otherwise(c, record.get("searched") or searched(c["adapter"], preset))
     if "e_max" in said and _is_own_budget(c, said["e_max"]): del said["e_max"]
-    # adapter and preset, then what was set, by name, then instructions and protocol
+    # adapter and preset, then what was set, by name but for rank and sites, which come first;
+    # then instructions and protocol
     name = c["adapter"] + f" {preset}" * (preset != "default")
-    for k, v in sorted(said.items()):
+    for k, v in sorted(said.items(), key=lambda kv: (kv[0] not in ("r", "target_modules"), kv)):
         name += f", {k} {'+'.join(map(str, v)) if isinstance(v, list) else v}"
     if c.get("instructions", "own") != "own": name += f", instructions {c['instructions']}"
     if protocol == "replay": return name + f" (replay {c.get('replay_share', .01):.3g})"

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['LEAST_GAIN', 'NOT_LEARNABLE', 'alone_scores', 'constant_scores', 'not_learnable', 'learnable_table', 'arena_table',
-           'reworded_table']
+           'reworded_table', 'groups_table']
 
 # %% ../../nbs/study/17_arena.ipynb #af53b8d3
 import numpy as np
 
 from ..compare.pairs import grid_of
-from ..compare.standings import MAIN_PAIRS, known_table, main_table, mean_of
+from ..compare.standings import (
+    MAIN_PAIRS, chance_row, group_scores, known_table, main_table, mean_of)
 from ..ground.table import Table
 from ..measures.record_tables import against_chance
 
@@ -93,3 +94,20 @@ def reworded_table(
     columns = dict.fromkeys(name for row in rows for name in row) or ("method", "n", "own")
     return known_table("mean score over tasks after the stream, by the words of the instructions",
                        tuple(columns), sorted(rows, key=lambda row: -row["own"]))
+
+# %% ../../nbs/study/17_arena.ipynb #db5a3466
+def groups_table(
+    records: list[dict], # of one world
+    groups: dict[str, set], # what a group is called → its tasks
+) -> Table: # a row a method, the best over all tasks first
+    "Mean score at the end over the tasks of each group."
+    rows = []
+    for method, runs in grid_of(records).runs.items():
+        of = {g: np.mean([group_scores(r, names)["final"] for r in runs.values()])
+              for g, names in groups.items()}
+        rows.append({"method": method, "n": len(runs)} | {g: float(v) for g, v in of.items()})
+    first = next(iter(groups))
+    chance = {g: row["final"] for g, names in groups.items() for row in chance_row(records, names)}
+    rows = sorted(rows, key=lambda row: -row[first])
+    return known_table("mean score at the end, by group of tasks", ("method", "n", *groups),
+                       rows + [{"method": "best constant answer"} | chance] * bool(chance))

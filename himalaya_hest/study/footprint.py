@@ -118,7 +118,7 @@ def latency(e: Evidence) -> list[Finding]:
 # %% ../../nbs/study/06_footprint.ipynb #3544ecde
 _ROWS = "training rows, by gradients"
 KEPT = { # part of the state → what it is computed from
-    "tasks": _ROWS, "training": _ROWS,
+    "tasks": _ROWS,
     "names": "what the tasks are called",
     "means": "training rows and instructions: means of projected embeddings, in 8 bits",
     "covariance": "training rows and instructions: second moments of projected embeddings within "

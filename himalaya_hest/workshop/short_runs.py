@@ -24,7 +24,7 @@ from ..jobs.run import run_continual
 
 # %% ../../nbs/workshop/15_short_runs.ipynb #1ab18c91
 SHORT = dict(mode="trial", evaluation=dict(latency_pairs=0)) # two steps a task, few rows
-CONTINUAL = ["himalaya", "lora", "lora+ewc", "lora-masked", "olora",
+CONTINUAL = ["himalaya", "lora-bank", "lora", "lora+ewc", "lora-masked", "olora",
              "gpm-lora", "reft", "lilac", "coltas", "glodis"]
 ENERGY = ["hest", "hest:published", "tabs", "bhsp", "spectral", "int8", "random-mask", "depth-mask"]
 
