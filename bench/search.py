@@ -43,10 +43,13 @@ def one(name, trials, results_dir, out):
     from himalaya_hest.running.record import code_version
     from himalaya_hest.jobs.search import search
     from himalaya_hest.jobs.search import dead_parameters
+    from himalaya_hest.running.run_lock import locked
     config = resolve(parameters(name, trials, results_dir))
     def run(parameters, on_task): return run_continual(parameters, quiet=True, on_task=on_task)
     found = search(config, run)
-    found["dead"] = dead_parameters(config, run, Path(results_dir)/"search"/f"{found['name']}-ends")
+    ends = Path(results_dir)/"search"/f"{found['name']}-ends"
+    # processes that shared the trials come here at once: the first runs the ends, the others read
+    with locked(ends.with_suffix(".lock"), wait=True): found["dead"] = dead_parameters(config, run, ends)
     found = (dict(command=f"python bench/search.py --only {name} --trials {trials}") | found
         | dict(versions=versions(), code_version=code_version()))
     path = Path(out)/f"{name.replace(':', '-')}.json"
