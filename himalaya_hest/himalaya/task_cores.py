@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['core_energy', 'bounded_cores', 'task_bytes', 'pack_task', 'unpack_tasks', 'TaskCores', 'TaskFactors', 'task_factors',
-           'task_update']
+           'batch_update', 'task_update']
 
 # %% ../../nbs/himalaya/02_task_cores.ipynb #c711b867
 from dataclasses import dataclass
@@ -103,6 +103,7 @@ class TaskCores(nn.Module):
         self.q, self.d = (nn.Parameter(torch.zeros(r, R)) for _ in range(2))
         self.core = nn.Parameter(torch.zeros(len(sites), r, r))
         self.finished = RowStack(task_bytes(len(sites), r, R, bits), dtype=torch.uint8)
+        self._widened = None # bytes of a task, and its factors, see `widened`
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
@@ -156,13 +157,38 @@ def task_factors(
     return TaskFactors(read, [C.mT @ w for C, w in zip(core.unbind(1), wide)])
 
 # %% ../../nbs/himalaya/02_task_cores.ipynb #3e5eabc4
+def batch_update(
+    of: TaskFactors, # of u tasks
+    weight: Tensor, # (b, u) how much each sequence takes of each task
+) -> Update: # of rank u · r, for all sites
+    "The factors of a few tasks for a whole batch, which may mix them."
+    read, write = ([f.flatten(0, 1) for f in side] for side in (of.read, of.write))
+    u = torch.arange(len(read[0]), device=weight.device)
+    strength = weight.repeat_interleave(of.read[0].shape[1], 1)
+    return Update(u, [strength] * len(read), read, write)
+
 def task_update(
     cores: TaskCores,
     numbers: tuple, # q, d and cores of u tasks, as `live` and `kept` give them
     weight: Tensor, # (b, u) how much each sequence takes of each task
 ) -> Update: # of rank u · r, for all sites
-    "The factors of a few tasks for a whole batch, which may mix them."
-    of = task_factors(cores, numbers)
-    read, write = ([f.flatten(0, 1) for f in side] for side in (of.read, of.write))
-    which, strength = torch.arange(len(read[0]), device=weight.device), weight.repeat_interleave(cores.r, 1)
-    return Update(which, [strength] * len(read), read, write)
+    return batch_update(task_factors(cores, numbers), weight)
+
+# %% ../../nbs/himalaya/02_task_cores.ipynb #546c39b4
+@patch
+def widened(self: TaskCores,
+    task: int, # a finished one
+) -> TaskFactors: # of one sequence
+    "What a task's bytes stand for at every site; made once for prompts that follow one another."
+    row = self.finished.rows[task]
+    if self._widened is None or not torch.equal(self._widened[0], row):
+        # tensors made in inference mode could not be used outside of it
+        with torch.inference_mode(False), torch.no_grad():
+            of = task_factors(self, self.kept(torch.tensor([task], device=row.device)))
+        self._widened = row.clone(), of
+    return self._widened[1]
+
+@patch
+def _apply(self: TaskCores, *args, **kwargs): # called by to, half, cuda
+    self._widened = None
+    return nn.Module._apply(self, *args, **kwargs)

@@ -28,7 +28,8 @@ from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import unit
 from ..ground.rows import RowStack
 from .router import covariance, Router, task_scores
-from .task_cores import TaskCores, task_bytes, task_factors, task_update
+from .task_cores import (
+    batch_update, TaskCores, task_bytes, task_factors, task_update)
 
 add_peft_type("HIMALAYA")
 
@@ -161,6 +162,8 @@ def task_route(
     if torch.compiler.is_compiling(): return task_factors(cores, _numbers(core, tasks))
     chosen, which = tasks.unique(return_inverse=True)
     weight = torch.nn.functional.one_hot(which, len(chosen)).to(e)
+    if len(chosen) == 1 and chosen < len(cores.finished):
+        return batch_update(cores.widened(int(chosen)), weight)
     return task_update(cores, _numbers(core, chosen), weight)
 
 def _numbers(core, tasks):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WIDE', 'FRONT', 'FEWEST', 'LIMIT_MB', 'PICTURE', 'WORLDS', 'front_lines', 'short_name', 'front_table', 'front_chart',
-           'front_sentence', 'front_told', 'front_worlds', 'write_picture', 'main']
+           'front_sentence', 'front_worlds', 'write_picture', 'main']
 
 # %% ../../nbs/study/16_front.ipynb #eb5b854a
 import sys
@@ -113,26 +113,6 @@ def front_sentence(
     return (f"HIMALAYA, {lines['himalaya']['AUC']:.3f} in {own:.1f} MB, is "
             + beside(WIDE, "a bank of one LoRA of rank 8 a task") + ", and "
             + beside("lora-bank", "one of rank 1") + ".")
-
-# %% ../../nbs/study/16_front.ipynb #c9d1902b
-_DOOR = {"himalaya": "HIMALAYA", "lora": "LoRA, r = 8, its default rate", "lora:3e-3": "LoRA, r = 8, rate 3e-3"}
-
-def front_told(
-    door: dict, # the record of bench/door.py
-) -> str: # Markdown
-    "What the ten lines give on SmolLM2-135M-Instruct: two public tasks, three adapters."
-    def row(r):
-        first, last = r["scores"]
-        return [_DOOR[r["adapter"]], first["ag_news"]["score"], last["ag_news"]["score"],
-                last["sst2"]["score"]]
-    runs = [r for r in door["runs"] if r["adapter"] in _DOOR]
-    columns = ["SmolLM2-135M-Instruct", "AG News, just learned", "after SST-2", "SST-2"]
-    shown = Table("", columns, [row(r) for r in runs]).markdown().lstrip("\n:")
-    minutes = max(r["wall_s"] for r in runs) / 60
-    return (
-        f"On a model that people know, public rows, {door['steps']} steps of {door['batch']} rows a "
-        f"task, {door['held_back']} held-back rows, one seed, at most {minutes:.0f} minutes each on "
-        f"two CPU cores (`{door['command']}`, MODEL and DATA being folders):\n\n{shown}")
 
 # %% ../../nbs/study/16_front.ipynb #1d4c8401
 PICTURE = "nbs/images/front.png"
