@@ -135,8 +135,10 @@ def joint_scores(
     unknown: float, # ε
 ) -> Tensor: # (b, tasks) log p(x | t), without a constant
     "An instruction is a task's own, or one that nobody learned."
-    known = known + math.log(1 - unknown)
-    return content + torch.logaddexp(known, generic + math.log(unknown))
+    known, generic = known + math.log(1 - unknown), generic + math.log(unknown)
+    # torch.logaddexp, written out: as ONNX takes it apart, it overflows from 88 on
+    larger, apart = torch.maximum(known, generic), (known - generic).abs()
+    return content + larger + torch.log1p(torch.exp(-apart))
 
 @torch.no_grad()
 def task_scores(
