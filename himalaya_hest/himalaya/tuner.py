@@ -41,9 +41,9 @@ class HimalayaSettings:
     n_tasks: int = 25 # that are expected, where r follows from the budget
     budget_mb: float = 2.5 # 10⁶ bytes, of all that is kept after n_tasks
     n_coordinates: int = 64 # numbers of a direction, at every site
-    gamma: float = 4. # ‖ΔW‖ < γ at every site
+    gamma: float = 4. # Frobenius norm of ΔW, at every site, is below it
     bits: int = 4 # of a kept number
-    n_features: int = 256 # numbers that the router reads of a prompt
+    n_features: int = 256 # that the router reads of a prompt; half as many of its instruction
     context_batches: int = 64 # batches from which the router learns a task
     core_rate: float = 40. # learning rate of cores, times the base rate over r
     vector_rate: float = 60. # of directions, times the base rate over √n_coordinates
@@ -126,7 +126,7 @@ class HimalayaCore(RoutedCore):
 _LIVE = ("tasks.q", "tasks.d", "tasks.core")
 
 def trim(core, state, prefix, metadata): # after a state is taken
-    "No rows of the task in training, where there is none; the names stay, as PEFT needs them."
+    "Empty tensors where no task is in training; their keys stay, as PEFT needs them."
     if core.current < 0: state |= {prefix + n: state[prefix + n][:0].clone() for n in _LIVE}
 
 def fill(core, state, prefix, *rest): # before a state is loaded
@@ -139,7 +139,7 @@ def fill(core, state, prefix, *rest): # before a state is loaded
 # %% ../../nbs/himalaya/04_tuner.ipynb #074207c8
 def nearest_tasks(
     core: HimalayaCore,
-    e: Tensor, # (b, d) mean embedding of the prompt
+    e: Tensor, # (b, d) mean embedding of the prompt without its instruction
     tau: Tensor, # (b, d) mean embedding of the instruction
 ) -> Tensor: # (b,) int64
     "Index of the task of each prompt: found by the router, or set by hand."
@@ -158,7 +158,7 @@ def task_route(
         return task_update(cores, cores.live(), (core.current >= 0).to(e).expand(len(e), 1))
     if not len(core.router): return None
     tasks = nearest_tasks(core, e, tau)
-    # how many tasks a batch mixes hangs on numbers, which a graph that is made once cannot ask
+    # how many tasks a batch mixes depends on values, which a graph that is made once cannot ask
     if torch.compiler.is_compiling(): return task_factors(cores, _numbers(core, tasks))
     chosen, which = tasks.unique(return_inverse=True)
     weight = torch.nn.functional.one_hot(which, len(chosen)).to(e)
@@ -178,7 +178,7 @@ def _numbers(core, tasks):
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #4ab9452c
 class HimalayaHooks(StreamHooks):
-    "New directions and cores for each task; at its end they become a row of bytes."
+    "New directions and cores for each task; at its end they are rounded into a row of bytes."
     def __init__(self,
         core: HimalayaCore,
         contexts: Callable[[dict], tuple[Tensor, Tensor]], # (e, τ) of a batch, each (b, d)
@@ -241,7 +241,7 @@ def value_faults(self: HimalayaConfig,
 ) -> list[str]:
     "Numbers that no core holds."
     views = {n: t for n, t in state.items() if n.endswith(".within") and bool(t.isfinite().all())}
-    # no sum of squares has a negative direction, but for rounding; Σ has a root from −.1 on
+    # a covariance has no negative eigenvalue but for rounding, and its ridge makes Σ invertible
     least = {n: torch.linalg.eigvalsh(covariance(t, 0.)).min().item() for n, t in views.items()}
     wrong = [f"{n} is not a covariance: its least eigenvalue is {low:g}"
              for n, low in least.items() if low < -min(.1, .01 * max(1., float(views[n].abs().max())))]
@@ -262,7 +262,7 @@ class HimalayaModel(RoutedModel):
     target_module_mapping = _ALL
     def make_core(self, config, sites):
         core = HimalayaCore(sites, self.width, config)
-        config.r = core.tasks.r # is saved, so that a file does not hang on the rule
+        config.r = core.tasks.r # is saved, so that a file does not depend on the rule
         return core
     def make_hooks(self, name):
         c, contexts = self.peft_config[name], partial(batch_contexts, self, name)
@@ -298,7 +298,7 @@ def bytes_after(self: HimalayaModel, n_tasks: int, adapter_name: str | None = No
 # %% ../../nbs/himalaya/04_tuner.ipynb #8b72e59a
 @patch
 def set_task(self: HimalayaModel,
-    name: str | None, # of a finished task; None: the router finds the task of each prompt
+    name: str | None, # of a task; None: the router finds the task of each prompt
     adapter_name: str | None = None, # None: the active one
 ) -> None:
     "Use one task for every prompt from here on; `ValueError` for a name that no task has."

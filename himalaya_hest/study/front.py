@@ -101,18 +101,16 @@ def front_sentence(
     sequential = [r for r in records if r["config"]["protocol"] == "sequential"]
     lines = front_lines(records)
     against = {short_name(r["opponent"]): r for r in paired_table(sequential, least=FEWEST).records()}
+    def how(low, high): return "not told apart from" if low <= 0 <= high else "above" if low > 0 else "below"
     def beside(m, name):
         d = against[m]
-        level = d["95 % from"] <= 0 <= d["to"]
-        how = "level with" if level else "above" if d["difference"] > 0 else "**below**"
-        return (f"{how} {name} ({lines[m]['AUC']:.3f}; difference {d['difference']:+.3f} "
-                f"[{d['95 % from']:+.3f}, {d['to']:+.3f}], at the end {d['final']:+.3f} "
-                f"[{d['rows from']:+.3f}, {d['rows to']:+.3f}]) in "
-                f"1/{lines[m]['MB large'] / own:.0f} of its bytes")
+        over, end = ((d["95 % from"], d["to"]), (d["rows from"], d["rows to"]))
+        return (f"with 1/{lines[m]['MB large'] / own:.0f} of the bytes of {name} its score is {how(*over)} "
+                f"that bank's over the stream ({d['difference']:+.3f} [{over[0]:+.3f}, {over[1]:+.3f}]) "
+                f"and {how(*end)} it at the end ({d['final']:+.3f} [{end[0]:+.3f}, {end[1]:+.3f}])")
     own = lines["himalaya"]["MB large"]
-    return (f"HIMALAYA, {lines['himalaya']['AUC']:.3f} in {own:.1f} MB, is "
-            + beside(WIDE, "a bank of one LoRA of rank 8 a task") + ", and "
-            + beside("lora-bank", "one of rank 1") + ".")
+    return (f"HIMALAYA takes {own:.1f} MB: " + beside(WIDE, "a bank of one LoRA of rank 8 a task")
+            + "; " + beside("lora-bank", "one of rank 1") + ".")
 
 # %% ../../nbs/study/16_front.ipynb #1d4c8401
 PICTURE = "nbs/images/front.png"
