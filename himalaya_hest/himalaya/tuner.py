@@ -147,6 +147,18 @@ def nearest_tasks(
         return torch.full((len(e),), core.set_by_hand, device=e.device)
     return task_scores(core.router, e, tau).argmax(1)
 
+# %% ../../nbs/himalaya/04_tuner.ipynb #85f56eb7
+def _numbers(core, tasks):
+    "Of each of these tasks; the one in training stands behind the finished ones."
+    cores, n = core.tasks, len(core.tasks.finished)
+    if len(core.router) == n: return cores.kept(tasks)
+    live = [x.expand(len(tasks), *x.shape[1:]) for x in cores.live()]
+    if not n: return tuple(live)
+    def old(x): return (tasks < n).view(-1, *[1] * (x.dim() - 1))
+    kept = cores.kept(tasks.clamp_max(n - 1))
+    return tuple(torch.where(old(k), k, x) for k, x in zip(kept, live))
+
+# %% ../../nbs/himalaya/04_tuner.ipynb #6f6d9e86
 def task_route(
     core: HimalayaCore,
     e: Tensor, # (b, d)
@@ -165,16 +177,6 @@ def task_route(
     if len(chosen) == 1 and chosen < len(cores.finished):
         return batch_update(cores.widened(int(chosen)), weight)
     return task_update(cores, _numbers(core, chosen), weight)
-
-def _numbers(core, tasks):
-    "Of each of these tasks; the one in training stands behind the finished ones."
-    cores, n = core.tasks, len(core.tasks.finished)
-    if len(core.router) == n: return cores.kept(tasks)
-    live = [x.expand(len(tasks), *x.shape[1:]) for x in cores.live()]
-    if not n: return tuple(live)
-    def old(x): return (tasks < n).view(-1, *[1] * (x.dim() - 1))
-    kept = cores.kept(tasks.clamp_max(n - 1))
-    return tuple(torch.where(old(k), k, x) for k, x in zip(kept, live))
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #4ab9452c
 class HimalayaHooks(StreamHooks):

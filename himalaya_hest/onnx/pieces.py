@@ -118,6 +118,7 @@ class PairSites(Sites):
 def routed_refusal(tuner) -> str | None:
     "Of HIMALAYA and the bank: an instruction or a task in force, a task that is not finished."
     core, bank = tuner.core(), isinstance(tuner, LoraBankModel)
+    # what was set on the model, then what it has learned
     if getattr(tuner, "_instruction", None) is not None:
         return (
             "set_instruction is in force, which a graph cannot see: call "

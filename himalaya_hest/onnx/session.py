@@ -45,8 +45,7 @@ def _info_of(path):
     # a text nested thousands deep ends in Python's limit of recursion, and is no ValueError
     try: info = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
-        told = e if str(e) else "nested too deep"
-        raise ValueError(f"{path} cannot be read as JSON: {told}; {_AGAIN}") from e
+        raise ValueError(f"{path} cannot be read as JSON: {str(e) or 'nested too deep'}; {_AGAIN}") from e
     found = info.get("format") if isinstance(info, dict) else None
     if found == FORMAT: return info
     raise ValueError(f"{path} has the format {found!r}, not {FORMAT!r}: export the adapter again")
@@ -94,11 +93,8 @@ _RULES = dict(
 # %% ../../nbs/onnx/02_session.ipynb #42e1830e
 def info_faults(info: dict) -> list[str]:
     "What a manifest says that cannot be."
-    wrong = [
-        f"{n} is {str(info.get(n))[:60]!r}" for n, fits in _RULES.items() if not fits(info.get(n))
-    ]
-    lists = ("past", "kv_heads", "head_dims")
-    past, heads, widths = (0 if wrong else len(info[k]) for k in lists)
+    wrong = [f"{n} is {str(info.get(n))[:60]!r}" for n, ok in _RULES.items() if not ok(info.get(n))]
+    past, heads, widths = (0 if wrong else len(info[k]) for k in ("past", "kv_heads", "head_dims"))
     if not past == 2 * heads == 2 * widths:
         wrong.append(f"past has {past} names for {heads} heads and {widths} widths")
     if "record" in info and info["record"] != info_digest(info):
@@ -193,26 +189,20 @@ def tokens_of(input_ids, attention_mask) -> tuple[np.ndarray, np.ndarray]: # (b,
     "Token ids and mask; `ValueError` for a row without a token."
     ids = np.asarray(input_ids).astype(np.int64)
     if ids.ndim != 2 or 0 in ids.shape:
-        raise ValueError(
-            f"input_ids has shape {ids.shape}; expected (batch, tokens) with at least one token"
-        )
+        raise ValueError(f"input_ids has shape {ids.shape}; expected (batch, tokens), none of them 0")
     # without a mask every token counts
     mask = _checked(attention_mask, ids, "attention_mask")
     if mask is None: mask = np.ones_like(ids)
     if mask.any(1).all(): return ids, mask
-    raise ValueError(
-        f"rows {np.flatnonzero(~mask.any(1))[:8].tolist()} have no token to read: "
-        "their attention_mask is all zero"
-    )
+    bad = np.flatnonzero(~mask.any(1))[:8].tolist()
+    raise ValueError(f"rows {bad} have no token to read: their attention_mask is all zero")
 
 # %% ../../nbs/onnx/02_session.ipynb #cbbe7b77
 def task_index(info: dict, name: str) -> int:
     "Place of a task among those of an export; `ValueError` for a name that none has."
     known = info.get("tasks") or []
     if name in known: return known.index(name)
-    raise ValueError(
-        f"no task has the name {name!r}; this export has {', '.join(known) or 'none with names'}"
-    )
+    raise ValueError(f"no task has the name {name!r}; this export has {', '.join(known) or 'none'}")
 
 # %% ../../nbs/onnx/02_session.ipynb #fdb2cfbd
 class RoutedExport(OpenedExport):
@@ -262,8 +252,7 @@ class OnnxSession(RoutedExport):
             raise ValueError("attention_mask ends with 0: batches have to be padded on the left")
         stop = np.atleast_1d(self.info["eos_token_id"] if eos_token_id is None else eos_token_id)
         routing = self.route(ids, mask, instruction_mask, task)
-        past = self.empty_past(len(ids))
-        new, alive = ids, np.ones(len(ids), bool)
+        past, new, alive = self.empty_past(len(ids)), ids, np.ones(len(ids), bool)
         for _ in range(max_new_tokens):
             # the prompt in the first round, one token in each further one
             logits, past = self.forward(new, mask, past, routing)
@@ -283,8 +272,7 @@ def workloads(
     "What is measured of one export."
     mask, longer = np.ones_like(ids), np.ones((len(ids), ids.shape[1] + 1), np.int64)
     # an eighth of the prompt is the instruction
-    instruction = np.zeros_like(ids)
-    instruction[:, :max(1, ids.shape[1] // 8)] = 1
+    instruction = 0 * ids + (np.arange(ids.shape[1]) < max(1, ids.shape[1] // 8))
     route = lambda: session.route(ids, mask, instruction)
     prefill = lambda: session.forward(ids, mask, session.empty_past(len(ids)), route())
     # made once, outside of what is timed
@@ -337,9 +325,8 @@ def summary(
             for k, clock in enumerate(("process", "wall")) for q in (50, 99)
         }
         # the ratio is taken within each round, whose two times saw the same machine
-        if i:
-            found = interval(seconds[:, i, 0] / seconds[:, 0, 0])
-            row["overhead"] = {k: v - 1 for k, v in found.items()}
+        ratios = seconds[:, i, 0] / seconds[:, 0, 0]
+        if i: row["overhead"] = {k: v - 1 for k, v in interval(ratios).items()}
     return out
 
 # %% ../../nbs/onnx/02_session.ipynb #226b5c5f
@@ -365,9 +352,7 @@ def peak_memory_mb(
     done = subprocess.run(command, capture_output=True, text=True)
     # the end of the error says what went wrong; before it stand the calls
     if done.returncode:
-        raise RuntimeError(
-            f"{folder} could not be measured in a process of its own: {done.stderr[-500:]}"
-        )
+        raise RuntimeError(f"{folder} was not measured in a process of its own: {done.stderr[-500:]}")
     return float(done.stdout)
 
 # %% ../../nbs/onnx/02_session.ipynb #7742e4b6
