@@ -7,8 +7,8 @@ measured in turns by the script that also runs on a board.
 
 Backbones are Llamas with random weights (4 layers; width 128 has the mini backbone's shape). Each
 adapter has learned --tasks tasks of random rows through the hooks of a stream, as in
-bench/torch_overhead.py, and is exported by export_onnx; `himalaya-float` and `lora-bank-float` keep
-their vectors unpacked. The measurement is himalaya_hest/onnx/session.py in a process of its own,
+bench/torch_overhead.py, and is exported by export_onnx; `lora-bank-float` keeps
+its vectors unpacked. The measurement is himalaya_hest/onnx/session.py in a process of its own,
 which imports onnxruntime and numpy alone: rounds in which every export does the same work once, in
 an order drawn anew; process time.
 """
@@ -27,7 +27,7 @@ import himalaya_hest.onnx.session
 from himalaya_hest.onnx.export import export_onnx
 from himalaya_hest.workshop.measuring import circumstances
 
-EXPORTS = {"himalaya": ("himalaya", {}), "himalaya-float": ("himalaya", dict(packed=False)),
+EXPORTS = {"himalaya": ("himalaya", {}),
     "lora-qv": ("lora-qv", {}), "lora-all": ("lora-all", {}), "lora-bank": ("lora-bank", {}),
     "lora-bank-float": ("lora-bank", dict(packed=False)), "reft": ("reft", {}),
     "lilac": ("lilac", {}), "bare-again": ("bare", {})}

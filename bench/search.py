@@ -24,14 +24,15 @@ ADAPTERS = ["himalaya", "lora-bank", "lora", "lora+ewc", "olora", "gpm-lora", "l
     "lora-masked", "lora-masked+ewc", "reft+ewc",
     "coltas+ewc", "glodis+ewc", "osf", "vera", "ia3", "oft", "fourierft", "randlora"]
 # a form of an adapter that a study compares beside its default, searched alike; it is no default of anything
-FORMS = {"lora-bank-wide": dict(adapter="lora-bank",
-    adapter_config=dict(r=8, target_modules=["q_proj", "v_proj"]))}
+FORMS = {"lora-bank-wide": ("r 8 on q and v", dict(adapter="lora-bank",
+    adapter_config=dict(r=8, target_modules=["q_proj", "v_proj"])))}
 ONE = "import sys; sys.path.insert(0, 'bench'); from search import one; one(*sys.argv[1:])"
 
 
 def parameters(name, trials, results_dir):
     adapter, _, form = name.partition(":")
-    of = FORMS.get(name) or dict(adapter=adapter) | (dict(preset=form) if form else {})
+    of = dict(adapter=adapter) | (dict(preset=form) if form else {})
+    if name in FORMS: of = FORMS[name][1]
     return of | dict(n_trials=int(trials), results_dir=results_dir)
 
 
@@ -50,6 +51,7 @@ def one(name, trials, results_dir, out):
     ends = Path(results_dir)/"search"/f"{found['name']}-ends"
     # processes that shared the trials come here at once: the first runs the ends, the others read
     with locked(ends.with_suffix(".lock"), wait=True): found["dead"] = dead_parameters(config, run, ends)
+    if name in FORMS: found["form"] = FORMS[name][0]
     found = (dict(command=f"python bench/search.py --only {name} --trials {trials}") | found
         | dict(versions=versions(), code_version=code_version()))
     path = Path(out)/f"{name.replace(':', '-')}.json"
