@@ -325,6 +325,7 @@ def _called(found):
     return " ".join(
         [found["adapter"]] + [found["preset"]] * (found["preset"] != "default")
         + [f"({found['protocol']})"] * (found["protocol"] != "sequential")
+        + ([found["form"]] if "form" in found else [])
     )
 
 # %% ../../nbs/jobs/03_search.ipynb #3f499f89
