@@ -180,13 +180,14 @@ def widened(self: TaskCores,
     task: int, # a finished one
 ) -> TaskFactors: # of one sequence
     "What a task's bytes stand for at every site; made once for prompts that follow one another."
-    row = self.finished.rows[task]
-    if self._widened is None or not torch.equal(self._widened[0], row):
+    # read once: another thread may put another task there
+    row, held = self.finished.rows[task], self._widened
+    if held is None or not torch.equal(held[0], row):
         # tensors made in inference mode could not be used outside of it
         with torch.inference_mode(False), torch.no_grad():
             of = task_factors(self, self.kept(torch.tensor([task], device=row.device)))
-        self._widened = row.clone(), of
-    return self._widened[1]
+        held = self._widened = row.clone(), of
+    return held[1]
 
 @patch
 def _apply(self: TaskCores, *args, **kwargs): # called by to, half, cuda
