@@ -2,7 +2,7 @@
 are shown to the router as a task's start shows them, then the evaluation's prompts are asked.
 
     OMP_NUM_THREADS=1 python bench/routing.py stream=mini25
-    OMP_NUM_THREADS=1 python bench/routing.py scale=small stream=local25 model=FOLDER source=local data_dir=FOLDER
+    OMP_NUM_THREADS=1 python bench/routing.py scale=small stream=local25 model=FOLDER source=local data_dir=FOLDER max_length=256
 
 Each way of giving the instruction is used in training and evaluation alike (`own`, `unmarked`,
 `shared`, `shuffled`, `absent`), and `--asked` ways in the evaluation alone, after training on own
@@ -110,7 +110,9 @@ def main():
     a = parser.parse_args()
     torch.set_num_threads(1)
     given = dict(p.split("=", 1) for p in a.parameters)
-    table, of = {}, lambda **kw: dict(adapter="himalaya", training=dict(max_train_rows=400), **given, **kw)
+    # the tasks' rows are cut to so many tokens
+    training = dict(max_train_rows=400) | {k: int(given.pop(k)) for k in ("max_length",) if k in given}
+    table, of = {}, lambda **kw: dict(adapter="himalaya", training=training, **given, **kw)
     for how in WAYS:
         more = dict(evaluation=dict(instructions=a.asked)) if how == "own" else {}
         run = begin_run(resolve(of(instructions=how, **more)))
