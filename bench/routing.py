@@ -1,8 +1,9 @@
-"""Does the router find the task, and what does it cost? No adapter is trained: prompts of each task
+r"""Does the router find the task, and what does it cost? No adapter is trained: prompts of each task
 are shown to the router as a task's start shows them, then the evaluation's prompts are asked.
 
     OMP_NUM_THREADS=1 python bench/routing.py stream=mini25
-    OMP_NUM_THREADS=1 python bench/routing.py scale=small stream=local25 model=FOLDER source=local data_dir=FOLDER max_length=256
+    OMP_NUM_THREADS=1 python bench/routing.py scale=small stream=local25 model=FOLDER source=local data_dir=FOLDER \
+        training.max_length=256
 
 Each way of giving the instruction is used in training and evaluation alike (`own`, `unmarked`,
 `shared`, `shuffled`, `absent`), and `--asked` ways in the evaluation alone, after training on own
@@ -27,6 +28,7 @@ from himalaya_hest.himalaya.router import Router, task_scores
 from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.evaluation import evaluation_batches
 from himalaya_hest.running.resolve import resolve
+from himalaya_hest.running.run_files import read_arguments
 from himalaya_hest.streams.batching import prompt_row
 from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
 
@@ -109,9 +111,8 @@ def main():
     parser.add_argument("--out", type=Path, help="default: records/bench/routing-STREAM.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    given = dict(p.split("=", 1) for p in a.parameters)
-    # the tasks' rows are cut to so many tokens
-    training = dict(max_train_rows=400) | {k: int(given.pop(k)) for k in ("max_length",) if k in given}
+    given = read_arguments(a.parameters)
+    training = dict(max_train_rows=400) | given.pop("training", {})
     table, of = {}, lambda **kw: dict(adapter="himalaya", training=training, **given, **kw)
     for how in WAYS:
         more = dict(evaluation=dict(instructions=a.asked)) if how == "own" else {}

@@ -5743,6 +5743,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                            'himalaya_hest.study.front.front_worlds': ( 'study/front.html#front_worlds',
                                                                                        'himalaya_hest/study/front.py'),
                                            'himalaya_hest.study.front.main': ('study/front.html#main', 'himalaya_hest/study/front.py'),
+                                           'himalaya_hest.study.front.one_after_another': ( 'study/front.html#one_after_another',
+                                                                                            'himalaya_hest/study/front.py'),
                                            'himalaya_hest.study.front.short_name': ( 'study/front.html#short_name',
                                                                                      'himalaya_hest/study/front.py'),
                                            'himalaya_hest.study.front.write_picture': ( 'study/front.html#write_picture',

@@ -76,13 +76,14 @@ def solved(
     "It is computed again when Σ or a mean has changed: by a task, a file, a checkpoint."
     of = view.within, view.means.rows, view.scales.rows
     same = lambda a, b: a.device == b.device and torch.equal(a, b)
+    held = view._solved # read once: another thread may put another there
     # a graph that is made once cannot ask whether a matrix is another
-    if torch.compiler.is_compiling() or not (view._solved and all(map(same, view._solved[0], of))):
+    if torch.compiler.is_compiling() or not (held and all(map(same, held[0], of))):
         W, logdet = inverse_root(view)
         found = W, logdet, (view.means.rows.float() * view.scales.rows) @ W
         if torch.compiler.is_compiling(): return found
-        view._solved = [t.clone() for t in of], found
-    return view._solved[1]
+        held = view._solved = [t.clone() for t in of], found
+    return held[1]
 
 
 # %% ../../nbs/himalaya/03_router.ipynb #aa7e4d29

@@ -174,8 +174,8 @@ def task_route(
     if torch.compiler.is_compiling(): return task_factors(cores, _numbers(core, tasks))
     chosen, which = tasks.unique(return_inverse=True)
     weight = torch.nn.functional.one_hot(which, len(chosen)).to(e)
-    if len(chosen) == 1 and chosen < len(cores.finished):
-        return batch_update(cores.widened(int(chosen)), weight)
+    if len(chosen) == 1 and (task := int(chosen)) < len(cores.finished):
+        return batch_update(cores.widened(task), weight)
     return task_update(cores, _numbers(core, chosen), weight)
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #4ab9452c

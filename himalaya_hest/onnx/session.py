@@ -131,8 +131,7 @@ def _shape_faults(shapes, info):
         told, found = (info["kv_heads"][i // 2], info["head_dims"][i // 2]), shapes.get(n)
         if any(isinstance(x, int) and x != d for d, x in zip(told, (found or [None] * 4)[1::2])):
             wrong.append(
-                f"{n} has the shape {found}, onnx.json says {told[0]} heads of width {told[1]}"
-            )
+                f"{n} has the shape {found}, onnx.json says {told[0]} heads of width {told[1]}")
     return wrong
 
 def graph_faults(model, router, info: dict) -> list[str]: # opened graphs
@@ -165,8 +164,7 @@ class OpenedExport:
         try: graphs = [open_graph(self.folder/n, threads) for n in names]
         except Exception as e:
             raise ValueError(
-                f"{folder} holds a graph that ONNX Runtime does not open: {e}; {_AGAIN}"
-            ) from e
+                f"{folder} holds a graph that ONNX Runtime does not open: {e}; {_AGAIN}") from e
         self.model, self.router = [*graphs, None][:2]
         # a folder without digests has passed so far, whatever its graphs are
         if wrong := graph_faults(self.model, self.router, self.info):
@@ -189,7 +187,8 @@ def tokens_of(input_ids, attention_mask) -> tuple[np.ndarray, np.ndarray]: # (b,
     "Token ids and mask; `ValueError` for a row without a token."
     ids = np.asarray(input_ids).astype(np.int64)
     if ids.ndim != 2 or 0 in ids.shape:
-        raise ValueError(f"input_ids has shape {ids.shape}; expected (batch, tokens), none of them 0")
+        raise ValueError(
+            f"input_ids has shape {ids.shape}; expected (batch, tokens) with at least one token")
     # without a mask every token counts
     mask = _checked(attention_mask, ids, "attention_mask")
     if mask is None: mask = np.ones_like(ids)
@@ -202,7 +201,8 @@ def task_index(info: dict, name: str) -> int:
     "Place of a task among those of an export; `ValueError` for a name that none has."
     known = info.get("tasks") or []
     if name in known: return known.index(name)
-    raise ValueError(f"no task has the name {name!r}; this export has {', '.join(known) or 'none'}")
+    told = ", ".join(known) or "none with names"
+    raise ValueError(f"no task has the name {name!r}; this export has {told}")
 
 # %% ../../nbs/onnx/02_session.ipynb #fdb2cfbd
 class RoutedExport(OpenedExport):
