@@ -175,7 +175,7 @@ def energy_training(
     return found.get(adapter.lower() + ("" if preset == "default" else f":{preset}"), {})
 
 # %% ../../nbs/running/02_scales.ipynb #89b1b6c5
-SHORT_STREAM, LONG_POINTS = 25, (10, 25, 50, 60, 100)
+SHORT_STREAM, LONG_POINTS = 25, (10, 25, 50, 60, 100, 250, 500, 1000)
 
 def evaluation_schedule(
     n_tasks: int, # tasks of the run

@@ -390,7 +390,7 @@ def twin_of(
     task_name: str, # a task, or a variant of one: `rte`, `rte_v2`
 ) -> str: # the twin that makes its rows
     "The twin behind a task's name; `ValueError` for a name that has none."
-    base = re.sub(r"_v[2-9]$", "", task_name)
+    base = re.sub(r"_v\d+$", "", task_name)
     for name in (task_name, base):
         if name in TWINS: return name
     raise ValueError(

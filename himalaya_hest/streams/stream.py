@@ -198,7 +198,7 @@ def stream_from(
         return _with_rows(_extended(given, where, within), given, where, within)
 
     # what narrows another stream down means nothing beside tasks of one's own
-    if alone := [k for k in ("first", "only", "splits", "max_train_rows") if k in given]:
+    if alone := [k for k in ("first", "only", "splits", "max_train_rows", "variants") if k in given]:
         raise ValueError(
             f"{where}, key '{alone[0]}': only together with `extends`; "
             "a file with tasks of its own lists just those"
@@ -251,6 +251,10 @@ def _extended(given, where, within):
     if base.endswith((".yaml", ".yml")): base = Path(where).expanduser().parent / base
     base = _load(str(base), within)
     tasks = tuple(_cut(t, given, where) for t in _chosen(given, base, where))
+    if "variants" in given:
+        from himalaya_hest.streams.variants import with_variants
+        source = given.get("source", base.source)
+        tasks = with_variants(tasks, given["variants"], source, where)
     return _check_stream(Stream(given["name"], given.get("source", base.source),
                                 given.get("world", base.world), tasks), where)
 

@@ -48,6 +48,7 @@ TASK_KEYS = dict(
 STREAM_KEYS = dict(
     name="text", source="text", world="text", tasks="list", extends="text", first="count",
     only="texts", splits="map", max_train_rows="count", rows="text",
+    variants="count",
 )
 REQUIRED = ("name", "kind", "languages", "instruction", "prompt", "target", "metric")
 
