@@ -7,6 +7,7 @@ __all__ = ['core_energy', 'bounded_cores', 'task_bytes', 'pack_task', 'unpack_ta
            'batch_update', 'task_update']
 
 # %% ../../nbs/himalaya/02_task_cores.ipynb #c711b867
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -173,6 +174,13 @@ def task_update(
     weight: Tensor, # (b, u) how much each sequence takes of each task
 ) -> Update: # of rank u · r, for all sites
     return batch_update(task_factors(cores, numbers), weight)
+
+# %% ../../nbs/himalaya/02_task_cores.ipynb #d879236d
+@patch
+def frames_digest(self: TaskCores) -> str:
+    "SHA-256 of the frames of both sides."
+    both = self.frames_in.digest() + self.frames_out.digest()
+    return hashlib.sha256(both.encode()).hexdigest()
 
 # %% ../../nbs/himalaya/02_task_cores.ipynb #546c39b4
 @patch
