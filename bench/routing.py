@@ -9,7 +9,8 @@ Each way of giving the instruction is used in training and evaluation alike (`ow
 `shared`, `shuffled`, `absent`), and `--asked` ways in the evaluation alone, after training on own
 ones. Beside the router's first and first three tasks stands the nearest task by the cosine of the
 same features' means. `novel`: a fifth of the tasks is left out, five times over; how well does the
-best task's log-likelihood tell their prompts from those of known tasks (AUROC)? The time is that
+best task's log-likelihood tell their prompts from those of known tasks (AUROC), and of both kinds
+which share does `abstain` leave to the bare backbone at so many standard deviations? The time is that
 of finding the task of one prompt, with as many tasks as there are and with copies of their means up
 to `--n-tasks`, against a forward pass of the backbone over that prompt.
 """
@@ -24,15 +25,17 @@ import torch
 from scipy.stats import rankdata
 
 from himalaya_hest.bridge.routed import batch_contexts
-from himalaya_hest.himalaya.router import Router, task_scores
+from himalaya_hest.himalaya.router import Router, least_score, task_scores
 from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.evaluation import evaluation_batches
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.run_files import read_arguments
 from himalaya_hest.streams.batching import prompt_row
+from himalaya_hest.streams.mini_world import twin_of
 from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
 
 WAYS = ("own", "unmarked", "shared", "shuffled", "absent")
+N_STD = (2, 4, 6, 8) # of `abstain`
 
 
 def read(run, tasks):
@@ -66,16 +69,32 @@ def share_right(router, asked):
     return np.array(out)
 
 
+def twin(router, names, asked):
+    """Share of prompts that find their task or another of the same twin of the mini world, as `rte`
+    and `rte_v2` are; None where tasks have no twins."""
+    try: twins = [twin_of(name) for name in names]
+    except ValueError: return None
+    if len(set(twins)) == len(twins): return None
+    found = [task_scores(router, *pair).argmax(1).tolist() for pair in asked]
+    return float(np.mean([np.mean([twins[k] == t for k in ks]) for ks, t in zip(found, twins)]))
+
+
 def novel(run, known, asked):
-    "AUROC of the best task's log-likelihood, prompts of known tasks against those left out."
-    best = {True: [], False: []}
+    """Of prompts of known tasks against those left out, five times over: AUROC of the best task's
+    log-likelihood, and the share that `abstain` leaves to the bare backbone."""
+    best, below = {True: [], False: []}, {(n, k): [] for n in N_STD for k in (True, False)}
     for fold in range(5):
         inside = [i % 5 != fold for i in range(len(known))]
         router = fitted(run, [pair for pair, there in zip(known, inside) if there])
-        for pair, there in zip(asked, inside): best[there].append(task_scores(router, *pair).amax(1))
+        least = {n: least_score(router, n) for n in N_STD}
+        for pair, there in zip(asked, inside):
+            best[there].append(task_scores(router, *pair).amax(1))
+            for n in N_STD: below[n, there].append(best[there][-1] < least[n])
     a, b = (torch.cat(best[k]).numpy() for k in (True, False))
     ranks = rankdata(np.concatenate([a, b]))[:len(a)].sum()
-    return float((ranks - len(a) * (len(a) + 1) / 2) / (len(a) * len(b)))
+    share = {key: float(torch.cat(of).float().mean()) for key, of in below.items()}
+    return dict(novel_auroc=float((ranks - len(a) * (len(a) + 1) / 2) / (len(a) * len(b))),
+        abstains={str(n): dict(known=share[n, True], novel=share[n, False]) for n in N_STD})
 
 
 @torch.no_grad()
@@ -106,6 +125,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parameters", nargs="*", help="of a run, as name=value")
     parser.add_argument("--asked", nargs="*", default=["absent"], help="in the evaluation alone")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS,
+        help="in training and evaluation")
     parser.add_argument("--n-tasks", type=int, nargs="+", default=[25, 100, 1000])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, help="default: records/bench/routing-STREAM.json")
@@ -114,7 +135,7 @@ def main():
     given = read_arguments(a.parameters)
     training = dict(max_train_rows=400) | given.pop("training", {})
     table, of = {}, lambda **kw: dict(adapter="himalaya", training=training, **given, **kw)
-    for how in WAYS:
+    for how in a.ways:
         more = dict(evaluation=dict(instructions=a.asked)) if how == "own" else {}
         run = begin_run(resolve(of(instructions=how, **more)))
         data = [run.data[name] for name in run.order]
@@ -129,9 +150,9 @@ def main():
             shares = share_right(router, pairs)
             first, three, cosine = shares.mean(0)
             table[name] = dict(first=first, first_three=three, cosine=cosine,
-                novel_auroc=novel(run, known, pairs),
+                twin=twin(router, run.order, pairs), **novel(run, known, pairs),
                 tasks={d.task.name: s[0] for d, s in zip(data, shares)})
-            print(name, {k: round(v, 3) for k, v in table[name].items() if k != "tasks"}, flush=True)
+            print(name, {k: v for k, v in table[name].items() if k != "tasks"}, flush=True)
         if how == "own": time = cost(run, known, a.n_tasks, a.rounds)
     stream = run.config.stream
     write_record(a.out or f"records/bench/routing-{Path(stream).stem}.json", circumstances(
