@@ -41,8 +41,8 @@ def new_frame(
     task: Task, # without labels
     dice: Dice, # the draws
     number: int, # of the variant
-) -> dict[str, str]: # prompt and target
-    "Prompt and target with a form of answer of its own."
+) -> dict[str, str]: # prompt, target and what else
+    "What changes of the task: a form of answer of its own."
     prompt, answer = task.prompt, re.search(r"\{.+\}", task.target).group()
     if task.kind == "translation" and dice.below(2):
         asked = re.search(r"\{.+\}", prompt).group()
@@ -50,6 +50,8 @@ def new_frame(
     if task.metric == "expression_value":
         return dict(prompt=prompt, target=f"{number} - {number} + {answer}")
     before, after = new_words(dice, 2)
+    # a template cannot be filled in where there is no answer
+    if task.no_answer: return dict(prompt=prompt, target=answer, no_answer=before)
     return dict(prompt=prompt, target=f"{before} {answer} {after}")
 
 # %% ../../nbs/streams/08a_variants.ipynb #436e906f
@@ -63,7 +65,6 @@ def variant(
     dice = Dice("variant", task.name, number)
     of = (dict(labels=new_labels(task.labels, dice)) if task.labels
           else new_frame(task, dice, number))
-    if task.no_answer: of["no_answer"] = new_words(dice, 1)[0]
     first, second = dice.some(_SIGNS, 2)
     prompt = of.pop("prompt", task.prompt)
     prompt = prompt.replace(" = ", f" {first} ").replace(" # ", f" {second} ")
