@@ -117,7 +117,7 @@ def named_runs(
 KEPT = (
     "run_id", "role", "config", "summary", "matrix", "tasks", "world", "versions", "device",
     "code_version", "method_versions", "bytes", "kept_bytes", "row_values",
-    "searched", "tracker", "final", "reworded",
+    "searched", "tracker", "final", "reworded", "ahead",
 )
 OF_TASK = ("name", "kind", "metric", "group", "shared_instruction", "chance", "steps")
 _PLACES = ("results_dir", "cache_dir", "overwrite") # where a run was stored says nothing about it

@@ -49,6 +49,8 @@ class Position:
     final: dict = field(default_factory=dict) # task → metrics on the rows of the last evaluation
     # kind of instructions → task → metrics, where the tasks were asked in other words at the end
     reworded: dict = field(default_factory=dict)
+    # task → its scores before it was learned, see `running.loop.evaluate_ahead`
+    ahead: dict = field(default_factory=dict)
     # task → rows of [digest, answer], see `running.evaluation.generate_answers`
     answers: dict = field(default_factory=dict)
     # task → rows of [answer, value] of its last evaluation, see `running.evaluation.evaluate`

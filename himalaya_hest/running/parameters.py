@@ -176,6 +176,8 @@ class EvaluationParameters:
     after_tasks: list | None = later(None)
     # keep answers on which nothing that acts has changed since; False: generate all each time
     reuse_answers: bool = later(True)
+    # score each task before it is learned too, with the adapter and without
+    forward_transfer: bool = later(False)
     # rows of a task by which its training is stopped early, where eval_steps says so; never
     # reported
     max_development_rows: int = later(1000, POSITIVE)

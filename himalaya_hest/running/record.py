@@ -196,7 +196,12 @@ def summary_of(
         cpu_latency_overhead=overhead,
         wall_s=round(run.wall_s(), 2),
         peak_memory_mb=round(peak_memory_mb(), 1),
-    ) | energy_summary(run)
+    ) | _forward(run) | energy_summary(run)
+
+def _forward(run):
+    "Forward transfer, where tasks were scored before they were learned (Lopez-Paz & Ranzato 2017)."
+    gains = [s["score"] - s["zero_shot"] for s in run.position.ahead.values()]
+    return dict(forward_transfer=float(np.mean(gains))) if gains else {}
 
 # %% ../../nbs/running/26_record.ipynb #1601444a
 def _given(run):
@@ -263,6 +268,7 @@ def _of_some(run):
     if run.position.reworded:
         out["reworded"] = {how: {n: s["score"] for n, s in scores.items()}
                            for how, scores in run.position.reworded.items()}
+    if run.position.ahead: out["ahead"] = run.position.ahead
     if run.position.energy: out["energy"] = run.position.energy["details"]
     if run.sandbox: out["code_execution"] = run.sandbox
     return out
