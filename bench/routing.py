@@ -8,10 +8,10 @@ are shown to the router as a task's start shows them, then the evaluation's prom
 Each way of giving the instruction is used in training and evaluation alike (`own`, `unmarked`,
 `shared`, `shuffled`, `absent`), and `--asked` ways in the evaluation alone, after training on own
 ones. Beside the router's first and first three tasks stands the nearest task by the cosine of the
-same features' means. `novel`: a fifth of the tasks is left out, five times over; how well does the
-best task's log-likelihood tell their prompts from those of known tasks (AUROC), and of both kinds
-which share does `abstain` leave to the bare backbone at so many standard deviations? The time is that
-of finding the task of one prompt, with as many tasks as there are and with copies of their means up
+same features' means. `novel`: a fifth of the tasks is left out, five times over; how well are their
+prompts told from those of known tasks by how strange they are to the nearest task (AUROC), and which
+share of both does `abstain` leave to the bare backbone at so many standard deviations? The time is
+that of finding the task of one prompt, with as many tasks as there are and with copies of their means up
 to `--n-tasks`, against a forward pass of the backbone over that prompt.
 """
 import argparse
@@ -25,7 +25,7 @@ import torch
 from scipy.stats import rankdata
 
 from himalaya_hest.bridge.routed import batch_contexts
-from himalaya_hest.himalaya.router import Router, least_score, task_scores
+from himalaya_hest.himalaya.router import Router, strangeness, task_scores
 from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.evaluation import evaluation_batches
 from himalaya_hest.running.resolve import resolve
@@ -35,7 +35,7 @@ from himalaya_hest.streams.mini_world import twin_of
 from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
 
 WAYS = ("own", "unmarked", "shared", "shuffled", "absent")
-N_STD = (2, 4, 6, 8) # of `abstain`
+N_STD = (4, 6, 8, 12) # of `abstain`
 
 
 def read(run, tasks):
@@ -50,7 +50,7 @@ def read(run, tasks):
 def fitted(run, known):
     "A router with these tasks."
     own = run.adapter.tuner.core().router
-    router = Router(len(own.e_mean), own.content.k, n_counted=len(own.counted))
+    router = Router(len(own.e_mean), own.content.k, n_counted=len(own.counted), keeps_spread=True)
     router.load_state_dict({n: t for n, t in own.state_dict().items() if ".rows" not in n}, strict=False)
     for pair in known: router.add(*pair)
     return router
@@ -80,21 +80,18 @@ def twin(router, names, asked):
 
 
 def novel(run, known, asked):
-    """Of prompts of known tasks against those left out, five times over: AUROC of the best task's
-    log-likelihood, and the share that `abstain` leaves to the bare backbone."""
-    best, below = {True: [], False: []}, {(n, k): [] for n in N_STD for k in (True, False)}
+    """Of prompts of known tasks against those left out, five times over: AUROC of how strange a prompt
+    is to its nearest task, and the share that `abstain` leaves to the bare backbone."""
+    far = {True: [], False: []}
     for fold in range(5):
         inside = [i % 5 != fold for i in range(len(known))]
         router = fitted(run, [pair for pair, there in zip(known, inside) if there])
-        least = {n: least_score(router, n) for n in N_STD}
         for pair, there in zip(asked, inside):
-            best[there].append(task_scores(router, *pair).amax(1))
-            for n in N_STD: below[n, there].append(best[there][-1] < least[n])
-    a, b = (torch.cat(best[k]).numpy() for k in (True, False))
-    ranks = rankdata(np.concatenate([a, b]))[:len(a)].sum()
-    share = {key: float(torch.cat(of).float().mean()) for key, of in below.items()}
-    return dict(novel_auroc=float((ranks - len(a) * (len(a) + 1) / 2) / (len(a) * len(b))),
-        abstains={str(n): dict(known=share[n, True], novel=share[n, False]) for n in N_STD})
+            far[there].append(strangeness(router, *pair, task_scores(router, *pair).argmax(1)))
+    a, b = (torch.cat(far[k]).numpy() for k in (True, False))
+    ranks = rankdata(np.concatenate([a, b]))[len(a):].sum()
+    return dict(novel_auroc=float((ranks - len(b) * (len(b) + 1) / 2) / (len(a) * len(b))),
+        abstains={str(n): dict(known=float((a > n).mean()), novel=float((b > n).mean())) for n in N_STD})
 
 
 @torch.no_grad()

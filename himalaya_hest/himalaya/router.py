@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['View', 'covariance', 'inverse_root', 'solved', 'log_likelihoods', 'Router', 'joint_scores', 'task_scores',
-           'own_scores', 'least_score']
+           'own_distances', 'strangeness']
 
 # %% ../../nbs/himalaya/03_router.ipynb #76f03262
 import math
@@ -27,6 +27,7 @@ class View(nn.Module):
         shrinkage: float, # s, share of generic text
         seed: int, # of the signs
         stream: int, # of that seed
+        keeps_spread: bool = False, # of each task's prompts about their mean
     ):
         super().__init__()
         self.k, self.shrinkage = k, shrinkage
@@ -36,6 +37,7 @@ class View(nn.Module):
         self.register_buffer("within", torch.zeros(k * (k + 1) // 2, dtype=torch.float16))
         self.register_buffer("n_rows", torch.tensor(0.))
         self.means, self.scales = RowStack(k, dtype=torch.int8), RowStack(1)
+        self.spreads = RowStack(1, dtype=torch.float16) if keeps_spread else None
         self._solved = None # what `solved` gives, and what it is of
 
     def forward(self, x: Tensor) -> Tensor: # (b, width) standardised → (b, k)
@@ -48,6 +50,7 @@ def add(self: View, z: Tensor) -> None: # (n, k) of a task's prompts
     mean, n = z.mean(0, keepdim=True), float(self.n_rows)
     codes, scale = quantise_rows(mean)
     self.means.add(codes); self.scales.add(scale[:, None])
+    if self.spreads is not None: self.spreads.add((z - mean).square().sum(1).mean().view(1, 1))
     sums = n * self.within.float() + pack_symmetric((z - mean).T @ (z - mean))
     self.within.copy_(sums / (n + len(z)))
     self.n_rows += len(z)
@@ -108,12 +111,13 @@ class Router(nn.Module):
         seed: int = 0, # of the signs
         unknown: float = 1e-3, # ε, share of instructions that were never learned
         n_counted: int = N_COUNTED, # token ids whose frequency is kept
+        keeps_spread: bool = False, # of each task's prompts, see `strangeness`
     ):
         super().__init__()
         self.unknown = unknown
         add_statistics(self, width, n_counted)
-        self.content = View(width, n_features, .1, seed, 2)
-        self.instruction = View(width, n_features // 2, .2, seed, 3)
+        self.content = View(width, n_features, .1, seed, 2, keeps_spread)
+        self.instruction = View(width, n_features // 2, .2, seed, 3, keeps_spread)
     def __len__(self): return len(self.content.means) # tasks that it knows
 
     def features(self,
@@ -155,19 +159,29 @@ def task_scores(
     return joint_scores(content, known, generic, router.unknown)
 
 # %% ../../nbs/himalaya/03_router.ipynb #ee7e13d0
-def own_scores(
+def own_distances(
     view: View,
 ) -> tuple[Tensor, Tensor]: # scalars
-    "Mean and variance of log p(z | t) over prompts of t, under the model."
-    root, logdet = inverse_root(view)
-    share = torch.linalg.eigvalsh(root.T @ unpack_symmetric(view.within).float() @ root)
-    return -.5 * (share.sum() + logdet), .5 * share.square().sum()
+    "Mean and variance of the squared distance of a task's own prompts, under the model."
+    root, _ = inverse_root(view)
+    M = root.T @ unpack_symmetric(view.within).float() @ root
+    return M.trace(), 2 * M.square().sum()
 
 @torch.no_grad()
-def least_score(
-    router: Router,
-    n_std: float, # standard deviations
-) -> Tensor: # scalar, as `task_scores` are
-    "What a task's own prompt with its own instruction hardly ever falls below."
-    means, variances = zip(*(own_scores(v) for v in (router.content, router.instruction)))
-    return sum(means) + math.log(1 - router.unknown) - n_std * sum(variances).sqrt()
+def strangeness(
+    router: Router, # whose tasks left their spread
+    e: Tensor, # (b, d)
+    tau: Tensor, # (b, d)
+    task: Tensor, # (b,) of each prompt
+) -> Tensor: # (b,) standard deviations
+    "How much farther a prompt is from a task than the task's own ones are in the mean."
+    far, mean, variance = 0., 0., 0.
+    for view, z in zip((router.content, router.instruction), router.features(e, tau)):
+        W, _, means = solved(view)
+        def size(v): return (1 - view.shrinkage) * v + view.shrinkage * view.k
+        all_tasks = unpack_symmetric(view.within).float().trace()
+        a = size(view.spreads.rows.float()[:, 0]) / size(all_tasks)
+        far = far + (z @ W - means[task]).square().sum(1) / a[task]
+        m, v = own_distances(view)
+        mean, variance = mean + m, variance + v
+    return (far - mean) / variance.sqrt()

@@ -27,7 +27,7 @@ from ..bridge.update import chosen_digests
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import unit
 from ..ground.rows import RowStack
-from .router import covariance, least_score, Router, task_scores
+from .router import covariance, Router, strangeness, task_scores
 from .task_cores import (
     batch_update, TaskCores, task_bytes, task_factors, task_update)
 
@@ -44,7 +44,7 @@ class HimalayaSettings:
     gamma: float = 4. # Frobenius norm of ΔW, at every site, is below it
     bits: int = 4 # of a kept number
     n_features: int = 256 # that the router reads of a prompt; half as many of its instruction; 0: set_task names the task
-    abstain: float | None = None # standard deviations below a task's own prompts, from where on none acts
+    abstain: float | None = None # standard deviations beyond a task's own prompts, from where on none acts
     context_batches: int = 64 # batches from which the router learns a task
     core_rate: float = 40. # learning rate of cores, times the base rate over r
     vector_rate: float = 60. # of directions, times the base rate over √n_coordinates
@@ -71,7 +71,7 @@ def router_bytes(
     "Bytes of what finds a task: a mean for each, and what is kept once."
     size, views = lambda t: t.numel() * t.element_size(), (router.content, router.instruction)
     return dict(
-        means=n_tasks * sum(v.k + 4 for v in views),
+        means=n_tasks * sum(v.k + 4 + 2 * (v.spreads is not None) for v in views),
         covariance=sum(size(v.within) + size(v.n_rows) for v in views),
         statistics=sum(size(t) for t in router.buffers(recurse=False)))
 
@@ -111,7 +111,7 @@ class HimalayaCore(RoutedCore):
         of: HimalayaSettings,
     ):
         super().__init__()
-        self.router = Router(width, of.n_features, of.seed)
+        self.router = Router(width, of.n_features, of.seed, keeps_spread=of.abstain is not None)
         r = of.r or fitting_rank(len(sites), self.router, of)
         self.tasks = TaskCores(sites, r, of.n_coordinates, of.gamma, of.bits, of.seed)
         self.names = RowStack(NAME_BYTES, dtype=torch.uint8)
@@ -150,9 +150,9 @@ def nearest_tasks(
     if core.set_by_hand is not None:
         return torch.full((len(e),), core.set_by_hand, device=e.device)
     if not core.router.content.k: raise ValueError(UNROUTED)
-    best, task = task_scores(core.router, e, tau).max(1)
+    task = task_scores(core.router, e, tau).argmax(1)
     if core.abstain is None: return task
-    return torch.where(best < least_score(core.router, core.abstain), -1, task)
+    return torch.where(strangeness(core.router, e, tau, task) > core.abstain, -1, task)
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #85f56eb7
 def _numbers(core, tasks):
@@ -269,8 +269,9 @@ def value_faults(self: HimalayaConfig,
     least = {n: torch.linalg.eigvalsh(covariance(t, 0.)).min().item() for n, t in views.items()}
     wrong = [f"{n} is not a covariance: its least eigenvalue is {low:g}"
              for n, low in least.items() if low < -min(.1, .01 * max(1., float(views[n].abs().max())))]
-    scales = [n for n, t in state.items() if n.endswith("scales.rows") and bool((t < 0).any())]
-    return wrong + [f"{n} holds a negative scale" for n in scales]
+    sizes = ("scales.rows", "spreads.rows")
+    negative = [n for n, t in state.items() if n.endswith(sizes) and bool((t < 0).any())]
+    return wrong + [f"{n} holds a negative size" for n in negative]
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #b6bf84d9
 _SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
