@@ -43,7 +43,8 @@ class HimalayaSettings:
     n_coordinates: int = 256 # numbers of a direction, at every site
     gamma: float = 4. # Frobenius norm of ΔW, at every site, is below it
     bits: int = 4 # of a kept number
-    n_features: int = 256 # that the router reads of a prompt; half as many of its instruction; 0: set_task names the task
+    # that the router reads of a prompt, and half as many of its instruction; 0: set_task names the task
+    n_features: int = 256
     abstain: float | None = None # standard deviations beyond a task's own prompts, from where on none acts
     context_batches: int = 64 # batches from which the router learns a task
     core_rate: float = 40. # learning rate of cores, times the base rate over r

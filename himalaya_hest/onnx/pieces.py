@@ -129,6 +129,11 @@ def routed_refusal(tuner) -> str | None:
             "set_task is in force, which a graph cannot see: call set_task(None), and give the "
             "session the name of the task"
         )
+    if not bank and (core.abstain is not None or not core.router.content.k):
+        return (
+            "a graph finds a task for every prompt, and this adapter was made with abstain or with "
+            "n_features = 0: lora_factors gives one task of it for another server"
+        )
     if not (int(core.used) if bank else len(core.tasks.finished)):
         return "the adapter has learned no task yet: it has nothing to export but the backbone"
     if int(core.current) >= 0:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from .mini_world import Dice, lexicon
+from .dice import Dice
+from .mini_world import lexicon
 from .skills import generic_text
 
 # %% ../../nbs/streams/15_backbone.ipynb #753fccb5

@@ -9,7 +9,8 @@ __all__ = ['N_AGENCIES', 'OPERATORS', 'key_clause', 'other_clause', 'cnn_article
 # %% ../../nbs/streams/16_long_world.ipynb #162ca03b
 import statistics
 
-from .mini_world import Dice, review, twin
+from .dice import Dice
+from .mini_world import review, twin
 
 # %% ../../nbs/streams/16_long_world.ipynb #ac006f1e
 N_AGENCIES = 3 # key clauses at most, each told by an organisation of its own
