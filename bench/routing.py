@@ -8,7 +8,8 @@ are shown to the router as a task's start shows them, then the evaluation's prom
 Each way of giving the instruction is used in training and evaluation alike (`own`, `unmarked`,
 `shared`, `shuffled`, `absent`), and `--asked` ways in the evaluation alone, after training on own
 ones. Beside the router's first and first three tasks stands the nearest task by the cosine of the
-same features' means. `novel`: a fifth of the tasks is left out, five times over; how well are their
+same features' means, and `centroids`: the first task where each leaves two or three means, of groups
+of its prompts. `novel`: a fifth of the tasks is left out, five times over; how well are their
 prompts told from those of known tasks by how strange they are to the nearest task (AUROC), and which
 share of both does `abstain` leave to the bare backbone at so many standard deviations? The time is
 that of finding the task of one prompt, with as many tasks as there are and with copies of their means up
@@ -22,6 +23,7 @@ from time import process_time
 
 import numpy as np
 import torch
+from scipy.cluster.vq import kmeans2
 from scipy.stats import rankdata
 
 from himalaya_hest.bridge.routed import batch_contexts
@@ -67,6 +69,22 @@ def share_right(router, asked):
         hits = order[:, 0] == i, (order[:, :3] == i).any(1), near.argmax(1) == i
         out.append([float(h.float().mean()) for h in hits])
     return np.array(out)
+
+
+def several_centroids(run, known, asked, n):
+    """Share of prompts that find their task where each task leaves n means: those of groups of its
+    prompts, by k-means in the content's features."""
+    own, groups, task_of = fitted(run, []), [], []
+    for t, pair in enumerate(known):
+        z = own.features(*pair)[0].numpy()
+        _, group = kmeans2(z, n, minit="++", seed=0)
+        for g in np.unique(group):
+            inside = torch.from_numpy(group == g)
+            groups.append(tuple(x[inside] for x in pair)); task_of.append(t)
+    router, task_of = fitted(run, groups), torch.tensor(task_of)
+    right = [(task_of[task_scores(router, *pair).argmax(1)] == t).float().mean()
+        for t, pair in enumerate(asked)]
+    return float(torch.stack(right).mean())
 
 
 def twin(router, names, asked):
@@ -147,6 +165,7 @@ def main():
             shares = share_right(router, pairs)
             first, three, cosine = shares.mean(0)
             table[name] = dict(first=first, first_three=three, cosine=cosine,
+                centroids={str(n): several_centroids(run, known, pairs, n) for n in (2, 3)},
                 twin=twin(router, run.order, pairs), **novel(run, known, pairs),
                 tasks={d.task.name: s[0] for d, s in zip(data, shares)})
             print(name, {k: v for k, v in table[name].items() if k != "tasks"}, flush=True)

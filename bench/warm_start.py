@@ -1,15 +1,15 @@
 """Does a new task gain from the nearest finished one? HIMALAYA learns tasks of the development world
-and a variant of each, with few steps or many, from three starts: random directions and no core as the
-method does (`fresh`), directions of the nearest finished task (`directions`), and its cores as well
-(`whole`). The router says which task is nearest: the one under which the new task's prompts are
+and a variant of each, with few steps or many, from three starts: random directions and no core as
+the method does (`fresh`), directions of the nearest finished task (`directions`), and its cores as
+well (`whole`). The router says which task is nearest: the one under which the new task's prompts are
 likeliest in the mean.
 
     OMP_NUM_THREADS=1 python bench/warm_start.py
     OMP_NUM_THREADS=1 python bench/warm_start.py --steps 10 --n-tasks 8 --out /tmp/warm_start.json
 
-`new` are the scores of the stream's own tasks right after they were learned, the first left out, `twin`
-those of their variants, whose twin is among the finished tasks. Differences to `fresh` are means over
-tasks, with the 95 % interval of a bootstrap over tasks.
+`new` are the scores of the stream's own tasks right after they were learned, the first left out,
+`twin` those of their variants, whose twin is among the finished tasks. Differences to `fresh` are
+means over tasks, with the 95 % interval of a bootstrap over tasks.
 """
 import argparse
 import tempfile
@@ -48,12 +48,14 @@ def learned(start, steps, stream, seed, folder):
     "Scores of all tasks right after each was learned."
     def make_hooks(self, name):
         c = self.peft_config[name]
-        hooks = FromNearest(self.cores[name], partial(batch_contexts, self, name), c.context_batches, c.seed)
+        contexts = partial(batch_contexts, self, name)
+        hooks = FromNearest(self.cores[name], contexts, c.context_batches, c.seed)
         hooks.start = start
         return hooks
     HimalayaModel.make_hooks = make_hooks
     record = run_continual(dict(
-        stream=str(stream), adapter="himalaya", seed=seed, results_dir=f"{folder}/{start}-{steps}-{seed}",
+        stream=str(stream), adapter="himalaya", seed=seed,
+        results_dir=f"{folder}/{start}-{steps}-{seed}",
         training=dict(max_steps=steps, num_train_epochs=-(-steps // 50)),
         evaluation=dict(latency_pairs=0, after_tasks=[])), quiet=True)
     return np.array([row[i] for i, row in enumerate(record["matrix"])])
@@ -70,7 +72,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, nargs="+", default=[5, 10, 25, 50, 100])
-    parser.add_argument("--n-tasks", type=int, default=25, help="of the stream, each with a variant")
+    parser.add_argument("--n-tasks", type=int, default=25, help="each with a variant")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default="records/bench/warm_start.json")
     a = parser.parse_args()
@@ -84,11 +86,13 @@ def main():
             scores = {s: learned(s, steps, stream, a.seed, folder) for s in STARTS}
             groups = {"new": slice(1, a.n_tasks), "twin": slice(a.n_tasks, None)}
             out[str(steps)] = {g: {s: float(v[at].mean()) for s, v in scores.items()} | {
-                f"{s} less fresh": difference(scores[s][at], scores["fresh"][at]) for s in STARTS[1:]}
+                f"{s} less fresh": difference(scores[s][at], scores["fresh"][at])
+                for s in STARTS[1:]}
                 for g, at in groups.items()}
             print(steps, out[str(steps)], flush=True)
     write_record(a.out, circumstances(called(__file__), "cpu") | dict(
-        stream="mini25_dev and a variant of each task", n_tasks=2 * a.n_tasks, seed=a.seed, steps=out))
+        stream="mini25_dev and a variant of each task", n_tasks=2 * a.n_tasks, seed=a.seed,
+        steps=out))
 
 
 if __name__ == "__main__": main()
