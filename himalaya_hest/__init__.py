@@ -43,6 +43,8 @@ _NAMES = { # module → what it gives to the face
     "himalaya.tuner": "HimalayaConfig",
     "hest.tuner": "HestConfig",
     "hest.energy_budget": "Joules",
+    "hest.drafts": "learn_table load_table save_table",
+    "hest.passes": "fewer_passes",
     "adapters.names": "adapter_names",
     "adapters.registry": "adapter_table build_adapter",
     "measures.energy": "find_meter",

@@ -18,4 +18,6 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.hest", {
     "energy_budget": "EnergyReport Joules",
     "shell": "GatedConfig GatedModel record_states",
     "tuner": "HestConfig HestModel",
+    "drafts": "AnswerTable learn_table load_table save_table",
+    "passes": "fewer_passes",
 })
