@@ -43,7 +43,7 @@ def family_of(method: str) -> str | None: # a key of FRONT
     return max(named, key=len, default=None)
 
 def growth_points(
-    studies: list[tuple[list[dict], tuple]], # records, and the numbers of tasks that are read of them
+    studies: list[tuple[list[dict], tuple]], # records, and which numbers of tasks are read of them
 ) -> list[dict]: # method, form, tasks, runs, score, low, high, mb
     "The points of all methods, each of the form with the most runs."
     out = []
@@ -82,7 +82,8 @@ def _panel(axes, title, points):
             axes.annotate(f"{p['tasks']:,}", (p["mb"], p["score"]), color=color, fontsize=7,
                           textcoords="offset points", **place)
         # the two smallest files lie close together
-        side, shift = {"himalaya": ("right", 6), "lora-bank": ("left", -14)}.get(method, ("center", 0))
+        places = {"himalaya": ("right", 6), "lora-bank": ("left", -14)}
+        side, shift = places.get(method, ("center", 0))
         axes.annotate(name, (x[-1], y[-1]), (shift, -8), color=color, textcoords="offset points",
                       fontsize=8, ha=side, va="top", weight="bold" if bold else "normal")
     axes.set(xscale="log", xlim=(.1, 250), ylim=(0, 1.06), xticks=[.1, 1, LIMIT_MB, 10, 100])
@@ -139,10 +140,11 @@ def thousand_table(
     records: list[dict], # of streams of the mini world
 ) -> Table:
     "A row a method: means over its runs."
-    columns = ["method", "runs", "just learned", "at the end", "forgotten", "worst twin", "best twin",
-               "MB at d = 4096", "minutes"]
+    columns = ["method", "runs", "just learned", "at the end", "forgotten", "worst twin",
+               "best twin", "MB at d = 4096", "minutes"]
     methods, rows = {}, []
     for r in records: methods.setdefault(method_of(r), []).append(r)
+    # each run's figures, then their means
     for method, runs in methods.items():
         mean = lambda f: float(np.mean([f(r) for r in runs]))
         rows.append([method, len(runs), mean(lambda r: r["summary"]["just_learned_accuracy"]),
