@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from fastcore.basics import patch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -61,18 +62,21 @@ class AnswerTable:
     def __repr__(self): return f"AnswerTable of {len(self):,} contexts, {self.nbytes / 1e6:.2f} MB"
     @property
     def nbytes(self) -> int: return _ENTRY_BYTES * len(self)
-    def draft(self,
-        ids: list[int], # the text so far
-        n: int, # tokens at most
-    ) -> list[int]: # up to the first context that is not known
-        "The likeliest tokens, one after another."
-        out, last = [], list(ids[-max(ORDERS):])
-        while len(out) < n:
-            known = (self.next.get(tuple(last[-k:])) for k in ORDERS if k <= len(last))
-            token = next((t for t in known if t is not None), None)
-            if token is None: break
-            out.append(token); last.append(token)
-        return out
+
+# %% ../../nbs/hest/17_drafts.ipynb #1f91d271
+@patch
+def draft(self: AnswerTable,
+    ids: list[int], # the text so far
+    n: int, # tokens at most
+) -> list[int]: # up to the first context that is not known
+    "The likeliest tokens, one after another."
+    out, last = [], list(ids[-max(ORDERS):])
+    while len(out) < n:
+        known = (self.next.get(tuple(last[-k:])) for k in ORDERS if k <= len(last))
+        token = next((t for t in known if t is not None), None)
+        if token is None: break
+        out.append(token); last.append(token)
+    return out
 
 # %% ../../nbs/hest/17_drafts.ipynb #6f85e0f5
 def learn_table(

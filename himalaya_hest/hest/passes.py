@@ -88,6 +88,7 @@ def check_asked(
             f"{cache.get_seq_length()} tokens: give the whole text without a cache, or call generate "
             "outside of the with block")
 
+# %% ../../nbs/hest/18_passes.ipynb #2479485d
 def _generator_for(table, n_drafts, told):
     "What Transformers calls for a candidate generator."
     def make(generation_config, input_ids, *args, **kwargs):
@@ -101,6 +102,7 @@ def _generator_for(table, n_drafts, told):
                        [] if ends is None else ends.tolist(), told)
     return make
 
+# %% ../../nbs/hest/18_passes.ipynb #1bdba379
 @contextlib.contextmanager
 def fewer_passes(
     model: nn.Module, # a causal language model of Transformers, or a PEFT model of one
