@@ -105,6 +105,7 @@ def save_table(
     "Write a table."
     save_file({n: getattr(table, n) for n in ("contexts", "following", "counts")}, path)
 
+# %% ../../nbs/hest/17_drafts.ipynb #42eb5b43
 def load_table(
     path: str | Path, # a safetensors file
 ) -> AnswerTable:

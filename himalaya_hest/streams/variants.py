@@ -85,6 +85,7 @@ def all_variants(
         yield from (variant(t, number) for t in twins if f"{t.name}_v{number}" not in taken)
         number += 1
 
+# %% ../../nbs/streams/03b_variants.ipynb #ff551536
 def with_variants(
     tasks: tuple[Task, ...], # twins, and perhaps variants
     n: int, # tasks altogether

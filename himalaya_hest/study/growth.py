@@ -29,6 +29,7 @@ def score_after(
     row = score_array(record)[n - 1, :n]
     return None if np.isnan(row).any() else float(row.mean())
 
+# %% ../../nbs/study/21_growth.ipynb #f5a6e4bb
 def mb_after(
     record: dict, # of a run
     n: int, # tasks
@@ -104,6 +105,7 @@ def growth_chart(
         for p in points) for title, points in worlds.items())
     return Chart("growth", figure, f"Mean score at the end by the size of the adapter. {told}.")
 
+# %% ../../nbs/study/21_growth.ipynb #833731b7
 def growth_table(
     points: list[dict],
 ) -> Table:
@@ -136,6 +138,7 @@ def by_twin(record: dict) -> dict[str, float]: # twin → mean score of its task
         found.setdefault(twin_of(name), []).append(float(score))
     return {twin: float(np.mean(scores)) for twin, scores in found.items()}
 
+# %% ../../nbs/study/21_growth.ipynb #ff6dcaf9
 def thousand_table(
     records: list[dict], # of streams of the mini world
 ) -> Table:
