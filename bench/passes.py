@@ -1,14 +1,14 @@
 """Generation with fewer passes over the weights: process time and passes a token, prompt by prompt,
-of plain `generate`, of Transformers' own prompt lookup, and of `fewer_passes` without a table, with a
-table of the task's training answers, and with one of another task.
+of plain `generate`, of Transformers' own prompt lookup, and of `fewer_passes` without a table, with
+a table of the task's training answers, and with one of another task.
 
     OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER
     OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER --prompts 2
 
 Arms take turns in random order at each prompt, after one prompt that is not counted. The model is
 the bare backbone of scale `small` in float32, prompts are validation rows of --tasks, answers are
-greedy. Ratios are medians over prompts of time over that of plain generation, with the 95 % interval
-of a bootstrap over prompts; `same` is the share of prompts with plain generation's text.
+greedy. Ratios are medians over prompts of time over that of plain generation, with the 95 %
+interval of a bootstrap over prompts; `same` is the share of prompts with plain generation's text.
 """
 import argparse
 import contextlib
@@ -63,7 +63,8 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         stream = Path(folder)/"asked.yaml"
         stream.write_text(f"{{name: asked, extends: local25, only: [{', '.join(a.tasks)}]}}")
-        of = dict(scale="small", adapter="lora", dtype="float32", results_dir=folder)
+        of = dict(scale="small", adapter="lora", dtype="float32", results_dir=folder,
+            training=dict(max_length=384))
         run = begin_run(resolve(of | dict(stream=str(stream)) | read_arguments(a.parameters)))
         found, dice = {}, random.Random(0)
         tables = {n: learn_table(answers_of(run.data[n])) for n in run.order}

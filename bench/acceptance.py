@@ -1,0 +1,100 @@
+"""Fit the controller of `fewer_passes` that comes with the package: greedy answers of a real model
+to training rows, both guesses at each of their tokens, and which of them stood.
+
+    OMP_NUM_THREADS=2 python bench/acceptance.py model=FOLDER source=local data_dir=FOLDER
+    OMP_NUM_THREADS=2 python bench/acceptance.py model=FOLDER source=local data_dir=FOLDER --rows 4
+
+Writes himalaya_hest/data/acceptance.json (unless --out says otherwise) and a record. Tables of
+answers are of the other half of the answers, so that no guess is of the answer itself. The record's
+figures are of a controller that a quarter of the answers was kept from: area under the curve and
+log loss on that quarter, beside the log loss of a constant. What ships is fitted on all of them.
+"""
+import argparse
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import torch
+from scipy.stats import rankdata
+
+from himalaya_hest.hest.acceptance import examples_of, learn_acceptance
+from himalaya_hest.hest.drafts import learn_table
+from himalaya_hest.hest.passes import two_largest
+from himalaya_hest.running.continual_run import begin_run
+from himalaya_hest.running.resolve import resolve
+from himalaya_hest.running.run_files import read_arguments
+from himalaya_hest.streams.batching import prompt_row, stop_ids
+from himalaya_hest.workshop.measuring import called, circumstances, write_record
+
+SHIPPED = Path("himalaya_hest/data/acceptance.json")
+
+
+def answers_of(model, tokenizer, prompts, n):
+    "(prompt, answer, the two largest probabilities of each of its tokens)."
+    out = []
+    for k, row in enumerate(prompts):
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids),
+                do_sample=False, max_new_tokens=n, pad_token_id=0, eos_token_id=stop_ids(tokenizer),
+                return_dict_in_generate=True, output_logits=True)
+        answer = made.sequences[0, ids.shape[1]:].tolist()
+        out.append((row["input_ids"], answer, [two_largest(l[0]) for l in made.logits]))
+        print(f"answer {k + 1} of {len(prompts)}", end="\r", flush=True)
+    return out
+
+
+def examples(answers):
+    "What the controller sees of each answer, with the table of the other half."
+    halves, out = (answers[::2], answers[1::2]), []
+    tables = [learn_table(p[-3:] + a for p, a, _ in half) for half in halves]
+    for k, (prompt, answer, sure) in enumerate(answers):
+        out.append(examples_of(prompt, answer, sure, tables[1 - k % 2]))
+    return out
+
+
+def joined(parts): return tuple(torch.cat(x) for x in zip(*parts))
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parameters", nargs="*", help="of a run, as name=value")
+    parser.add_argument("--tasks", nargs="+", default=["cnn_dailymail", "xsum"])
+    parser.add_argument("--rows", type=int, default=40, help="training rows of each task")
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--out", type=Path, default=SHIPPED)
+    parser.add_argument("--record", type=Path, default="records/bench/acceptance.json")
+    a = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        stream = Path(folder)/"asked.yaml"
+        stream.write_text(f"{{name: asked, extends: local25, only: [{', '.join(a.tasks)}]}}")
+        of = dict(scale="small", adapter="lora", dtype="float32", results_dir=folder,
+            training=dict(max_length=384))
+        run = begin_run(resolve(of | dict(stream=str(stream)) | read_arguments(a.parameters)))
+        prompts = [prompt_row(r) for n in run.order for r in run.data[n].train.to_list()[:a.rows]]
+        model = run.adapter.model.unload().eval()
+        parts = examples(answers_of(model, run.tokenizer, prompts, a.new_tokens))
+    kept = [i % 4 == 3 for i in range(len(parts))]
+    x, y = joined([p for p, k in zip(parts, kept) if not k])
+    held_x, held_y = joined([p for p, k in zip(parts, kept) if k])
+    logit = learn_acceptance(x, y)(held_x)
+    ranks, hits = torch.from_numpy(rankdata(logit.numpy())), held_y > 0
+    n, m, share = int(hits.sum()), int((~hits).sum()), float(y.mean())
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, held_y)
+    right = float(held_y.mean())
+    constant = -right * math.log(share) - (1 - right) * math.log(1 - share)
+    x, y = joined(parts)
+    weights = {k: v.tolist() for k, v in learn_acceptance(x, y).state_dict().items()}
+    rounded = json.loads(json.dumps(weights), parse_float=lambda t: round(float(t), 5))
+    shipped = dict(command=called(__file__), weights=rounded)
+    a.out.write_text(json.dumps(shipped) + "\n", encoding="utf-8")
+    write_record(a.record, circumstances(called(__file__), "cpu") | dict(
+        answers=len(parts), examples=len(y), accepted=float(y.mean()), held_out=len(held_y),
+        auc=float((ranks[hits].sum() - n * (n + 1) / 2) / (n * m)), log_loss=float(loss),
+        constant_log_loss=constant))
+    print(json.loads(a.record.read_text()))
+
+
+if __name__ == "__main__": main()
