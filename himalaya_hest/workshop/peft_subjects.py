@@ -61,6 +61,7 @@ def himalaya_under_way(
     core = tuner.himalaya_core[name]
     _begin(core)
     for view in (core.router.content, core.router.instruction): view.add(torch.randn(4, view.k))
+    core.names.add(torch.zeros(1, core.names.rows.shape[1]))
     for p in (core.tasks.q, core.tasks.d): p.normal_()
     if tuner.peft_config[name].init_weights: core.tasks.core.zero_()
     else: core.tasks.core.uniform_(.5, 1)
