@@ -349,6 +349,13 @@ def _check_formed(cfg):
             f"parameter preset = {cfg.preset!r}, but adapter {cfg.adapter!r} has one form "
             "only: 'default'."
         )
+    # a run asks for every task by its prompts alone
+    if formed.get("n_features") == 0:
+        raise ValueError(
+            f"parameter adapter_config.n_features = 0: such a {cfg.adapter} keeps nothing by which "
+            "the task of a prompt is found, and a run names no task; leave it out, or train with "
+            "ContinualTrainer and name the task with set_task."
+        )
 
 # %% ../../nbs/running/05_resolve.ipynb #29bc6f60
 def resolve(
