@@ -1,8 +1,8 @@
 """Fit the controller of `fewer_passes` that comes with the package: greedy answers of a real model
 to training rows, both guesses at each of their tokens, and which of them stood.
 
-    OMP_NUM_THREADS=2 python bench/acceptance.py model=FOLDER source=local data_dir=FOLDER
-    OMP_NUM_THREADS=2 python bench/acceptance.py model=FOLDER source=local data_dir=FOLDER --rows 4
+    OMP_NUM_THREADS=1 python bench/acceptance.py model=FOLDER source=local data_dir=FOLDER
+    OMP_NUM_THREADS=1 python bench/acceptance.py model=FOLDER source=local data_dir=FOLDER --rows 4
 
 Writes himalaya_hest/data/acceptance.json (unless --out says otherwise) and a record. Tables of
 answers are of the other half of the answers, so that no guess is of the answer itself. The record's

@@ -9,6 +9,7 @@ Arms take turns in random order at each prompt, after one prompt that is not cou
 the bare backbone of scale `small` in float32, prompts are validation rows of --tasks, answers are
 greedy. Ratios are medians over prompts of time over that of plain generation, with the 95 %
 interval of a bootstrap over prompts; `same` is the share of prompts with plain generation's text.
+Tables are of the references of training rows, and what a pass costs is measured first.
 """
 import argparse
 import contextlib
@@ -20,7 +21,7 @@ from time import process_time
 import torch
 
 from himalaya_hest.hest.drafts import learn_table
-from himalaya_hest.hest.passes import Drafted, fewer_passes
+from himalaya_hest.hest.passes import Drafted, fewer_passes, pass_costs
 from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.run_files import read_arguments
@@ -39,8 +40,8 @@ def answers_of(data):
 def timed(model, ids, n, way, told):
     "Process time of an answer, and its tokens."
     kw = dict(prompt_lookup_num_tokens=way) if isinstance(way, int) else {}
-    drafting = isinstance(way, tuple)
-    with fewer_passes(model, *way) if drafting else contextlib.nullcontext(Drafted()) as counted:
+    drafting = isinstance(way, dict)
+    with fewer_passes(model, **way) if drafting else contextlib.nullcontext(Drafted()) as counted:
         start = process_time()
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
             max_new_tokens=n, pad_token_id=0, **kw)
@@ -69,11 +70,13 @@ def main():
         found, dice = {}, random.Random(0)
         tables = {n: learn_table(answers_of(run.data[n])) for n in run.order}
         model = run.adapter.model.unload().eval()
+        costs = pass_costs(model)
         for name in run.order:
             other = next((t for n, t in tables.items() if n != name), None)
-            ways = {PLAIN: None, LOOKUP: 4, "copies": (None,), "copies and table": (tables[name],)}
-            if other: ways["copies and another task's table"] = (other,)
-            times, texts, told = ({w: [] for w in ways} for _ in range(3))
+            ways = {PLAIN: None, LOOKUP: 4, "copies": dict(costs=costs),
+                "copies and table": dict(table=tables[name], costs=costs)}
+            if other: ways["copies and another task's table"] = dict(table=other, costs=costs)
+            times, texts = ({w: [] for w in ways} for _ in range(2))
             told = {w: Drafted() for w in ways}
             for k, prompt in enumerate(run.data[name].evaluation.prompts[:a.prompts + 1]):
                 for w in dice.sample(list(ways), len(ways)):
@@ -87,7 +90,7 @@ def main():
                 **({} if not told[w].passes else vars(told[w]))) for w in ways}
             print(name, found[name], flush=True)
     write_record(a.out, circumstances(called(__file__), "cpu") | dict(
-        prompts=a.prompts, new_tokens=a.new_tokens, tasks=found))
+        prompts=a.prompts, new_tokens=a.new_tokens, pass_costs=costs, tasks=found))
 
 
 if __name__ == "__main__": main()

@@ -30,12 +30,12 @@ class Acceptance(nn.Module):
 def features_of(
     marks: list[list[float]], # of each token of a draft
     sure: tuple[float, float], # the model's two largest probabilities where its last token came from
-    stood: bool, # the first token of the last draft
+    stood: bool, # did one of the last guesses begin with the token that came?
 ) -> Tensor: # (tokens, N_FEATURES)
     first, second = sure
     rows = [m + [float(j == 0), float(j == 1), min(j, 4) / 4, first, first - second, float(stood)]
             for j, m in enumerate(marks)]
-    return torch.tensor(rows)
+    return torch.tensor(rows, dtype=torch.float32, device="cpu")
 
 # %% ../../nbs/hest/18_acceptance.ipynb #6d40d9cf
 RHO = .6 # what a token that stands is worth, in passes
@@ -110,6 +110,8 @@ def shipped_acceptance() -> Acceptance:
     "The controller that comes with the package."
     path = files("himalaya_hest") / "data" / "acceptance.json"
     weights = json.loads(path.read_text(encoding="utf-8"))["weights"]
-    acceptance = Acceptance()
-    acceptance.load_state_dict({n: torch.tensor(w) for n, w in weights.items()})
+    # no draw of random numbers, and what others set as default device or type does not matter
+    with torch.device("meta"): acceptance = Acceptance()
+    state = {n: torch.tensor(w, dtype=torch.float32, device="cpu") for n, w in weights.items()}
+    acceptance.load_state_dict(state, assign=True)
     return acceptance.requires_grad_(False).eval()

@@ -39,7 +39,8 @@ class Lookup:
         for run in range(min(self.longest, len(self.ids)), 0, -1):
             places = self.after.get(tuple(self.ids[-run:]))
             if not places: continue
-            tokens = self.ids[places[-1]:places[-1] + n]
+            at, period = places[-1], len(self.ids) - places[-1]
+            tokens = [self.ids[at + j % period] for j in range(n)]
             alike = sum(self.ids[p] == tokens[0] for p in places) / len(places)
             kind = [float(run == 1), float(run >= 3), alike, math.log(len(places)) / 3]
             marks = [[1., min(run + j, LONGEST) / LONGEST, *kind] for j in range(len(tokens))]
@@ -92,9 +93,12 @@ def learn_table(
     answers: Iterable[list[int]], # token ids of each; the last ones of its prompt may precede them
     budget_mb: float = 1., # 10⁶ bytes
 ) -> AnswerTable:
-    "Count what follows what; the rarest contexts are left out where the budget is full."
+    """Count what follows what; what is rarest is left out where the budget is full. `ValueError` for
+    an id below zero, such as the -100 of labels."""
     seen = defaultdict(Counter)
-    for ids in answers:
+    for ids in (list(map(int, answer)) for answer in answers):
+        if min(ids, default=0) < 0:
+            raise ValueError(f"an answer holds the token id {min(ids)}: leave out what is no token")
         for i in range(1, len(ids)):
             for k in ORDERS:
                 if k <= i: seen[tuple(ids[i - k:i])][ids[i]] += 1
