@@ -149,7 +149,7 @@ def main():
     torch.set_num_threads(1)
     given = read_arguments(a.parameters)
     training = dict(max_train_rows=400) | given.pop("training", {})
-    table, of = {}, lambda **kw: dict(adapter="himalaya", training=training, **given, **kw)
+    table, time, of = {}, None, lambda **kw: dict(adapter="himalaya", training=training, **given, **kw)
     for how in a.ways:
         more = dict(evaluation=dict(instructions=a.asked)) if how == "own" else {}
         run = begin_run(resolve(of(instructions=how, **more)))

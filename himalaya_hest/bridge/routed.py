@@ -399,7 +399,7 @@ def sampled_batch_loss(tuner, seed, batch) -> Tensor: # scalar
 # %% ../../nbs/bridge/10_routed.ipynb #3fac9d6d
 def batch_contexts(tuner, name, batch) -> tuple[Tensor, Tensor]: # each (b, d); (4 b, d) where tokens are routed
     "e and τ of a batch."
-    batch = _to_device(tuner, batch)
+    batch = dict(attention_mask=torch.ones_like(batch["input_ids"])) | _to_device(tuner, batch)
     embeds = torch.nn.functional.embedding(batch["input_ids"], tuner.model.get_input_embeddings().weight.detach())
     core, attended = tuner.cores[name], batch["attention_mask"].bool()
     tuner.fit_where_missing([name])

@@ -19,7 +19,7 @@ from himalaya_hest.compare.adapter import (
 from ..ground.table import Table
 from ..himalaya.router import task_scores
 from ..himalaya.task_cores import TaskCores, core_energy, task_bytes
-from ..himalaya.tuner import HimalayaModel, HimalayaSettings, task_names
+from ..himalaya.tuner import HimalayaModel, HimalayaSettings, task_names, UNROUTED
 
 # %% ../../nbs/compare/12_tasks.ipynb #a7b81ee5
 def _changed(config):
@@ -52,7 +52,7 @@ def _what(model, name, config, core):
         ["kept of a task", f"{size:,} bytes, {cores.bits} bits a number"],
         ["bound γ", f"‖ΔW‖ < {cores.gamma:g} at every site"],
         ["router reads", f"{read}; learned from {int(router.content.n_rows):,} prompts"],
-        ["task of a prompt", "found by the router" if hand is None else "set by hand"],
+        ["task of a prompt", "set by hand" if hand is not None else "found by the router" if router.content.k else "named by who asks (n_features = 0)"],
         ["trained numbers", f"{sum(p.numel() for p in core.parameters() if p.requires_grad):,}"],
     ]
     return Table("What it is", ["", "value"], rows)
@@ -114,6 +114,7 @@ def _scores(tuner, name, prompts): # (b, tasks) log p(x | t)
     # without a mask of the prompt or a target every token is prompt
     if batch.get("prompt_mask") is None and batch.get("labels") is None:
         batch["prompt_mask"] = batch["attention_mask"].bool()
+    if not core.router.content.k: raise ValueError(UNROUTED)
     return task_scores(core.router, *batch_contexts(tuner, name, batch))
 
 def _prompts(core, scores, wanted):
@@ -145,7 +146,7 @@ def _routing(found, wanted):
 def _unfinished(core, norms):
     "Warnings on what training left undone."
     names, out = task_names(core), []
-    if not core.router.is_fitted:
+    if core.router.content.k and not core.router.is_fitted:
         out.append("the router has no statistics of generic text: call fit_statistics(tokenizer) "
                    "before training")
     if not names: out.append("no task was learned: the bare backbone answers")

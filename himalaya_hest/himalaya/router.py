@@ -37,7 +37,7 @@ class View(nn.Module):
         self.register_buffer("within", torch.zeros(k * (k + 1) // 2, dtype=torch.float16))
         self.register_buffer("n_rows", torch.tensor(0.))
         self.means, self.scales = RowStack(k, dtype=torch.int8), RowStack(1)
-        self.spreads = RowStack(1, dtype=torch.float16) if keeps_spread else None
+        self.spreads = RowStack(1, dtype=torch.float32) if keeps_spread else None
         self._solved = None # what `solved` gives, and what it is of
 
     def forward(self, x: Tensor) -> Tensor: # (b, width) standardised → (b, k)
@@ -161,9 +161,9 @@ def task_scores(
 # %% ../../nbs/himalaya/03_router.ipynb #ee7e13d0
 def own_distances(
     view: View,
+    root: Tensor, # (k, k) of its Σ, as `inverse_root` gives it
 ) -> tuple[Tensor, Tensor]: # scalars
     "Mean and variance of the squared distance of a task's own prompts, under the model."
-    root, _ = inverse_root(view)
     M = root.T @ unpack_symmetric(view.within).float() @ root
     return M.trace(), 2 * M.square().sum()
 
@@ -182,6 +182,6 @@ def strangeness(
         all_tasks = unpack_symmetric(view.within).float().trace()
         a = size(view.spreads.rows.float()[:, 0]) / size(all_tasks)
         far = far + (z @ W - means[task]).square().sum(1) / a[task]
-        m, v = own_distances(view)
+        m, v = own_distances(view, W)
         mean, variance = mean + m, variance + v
     return (far - mean) / variance.sqrt()

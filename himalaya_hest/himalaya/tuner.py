@@ -45,7 +45,8 @@ class HimalayaSettings:
     bits: int = 4 # of a kept number
     # that the router reads of a prompt, and half as many of its instruction; 0: set_task names the task
     n_features: int = 256
-    abstain: float | None = None # standard deviations beyond a task's own prompts, from where on none acts
+    # standard deviations beyond a task's own prompts, from where on no task acts; None: one always does
+    abstain: float | None = None
     context_batches: int = 64 # batches from which the router learns a task
     core_rate: float = 40. # learning rate of cores, times the base rate over r
     vector_rate: float = 60. # of directions, times the base rate over √n_coordinates
@@ -72,7 +73,7 @@ def router_bytes(
     "Bytes of what finds a task: a mean for each, and what is kept once."
     size, views = lambda t: t.numel() * t.element_size(), (router.content, router.instruction)
     return dict(
-        means=n_tasks * sum(v.k + 4 + 2 * (v.spreads is not None) for v in views),
+        means=n_tasks * sum(v.k + 4 + 4 * (v.spreads is not None) for v in views if v.k),
         covariance=sum(size(v.within) + size(v.n_rows) for v in views),
         statistics=sum(size(t) for t in router.buffers(recurse=False)))
 
@@ -179,6 +180,7 @@ def task_route(
     if not len(core.names): return None
     found = nearest_tasks(core, e, tau)
     tasks, acts = found.clamp_min(0), (found >= 0).to(e)
+    if not torch.compiler.is_compiling() and not acts.any(): return None
     # how many tasks a batch mixes depends on values, which a graph that is made once cannot ask
     if torch.compiler.is_compiling():
         q, d, small = _numbers(core, tasks)
@@ -202,12 +204,15 @@ class HimalayaHooks(StreamHooks):
         self.context_batches = context_batches
     @torch.no_grad()
     def on_task_start(self, task: TaskContext):
-        router, cores = self.core.router, self.core.tasks
+        router, cores, name = self.core.router, self.core.tasks, name_row(task.name)
         if router.content.k:
             pairs = [self.contexts(b) for b in islice(task.loader, self.context_batches)]
             router.add(*map(torch.cat, zip(*pairs)))
+        elif (self.core.names.rows == name.to(self.core.names.rows)).all(1).any():
+            raise ValueError(f"a task has the name {task.name!r} already, and with n_features = 0 "
+                             "tasks are told apart by their names alone: give another")
+        self.core.names.add(name)
         cores.begin(1_000_003 * self.seed + len(cores.finished))
-        self.core.names.add(name_row(task.name).to(self.core.current.device))
         self.core.current.fill_(0)
     @torch.no_grad()
     def after_optimizer_step(self, old):
@@ -292,8 +297,9 @@ class HimalayaModel(RoutedModel):
         frames = core.tasks.frames_digest()
         if config.frames_sha256 not in (None, frames):
             raise ValueError(
-                f"this adapter was trained in frames with the digest {config.frames_sha256[:12]}…, and those "
-                f"of this backbone have {frames[:12]}…: its modules have other names or widths")
+                f"this configuration is of frames with the digest {config.frames_sha256[:12]}…, and those "
+                f"made here have {frames[:12]}…: the modules have other names or widths, or seed or "
+                "n_coordinates was changed; for a new adapter set frames_sha256=None")
         config.frames_sha256 = frames
         return core
     def make_hooks(self, name):
@@ -336,10 +342,10 @@ def set_task(self: HimalayaModel,
     "Use one task for every prompt from here on; `ValueError` for a name that no task has."
     core = self.core(adapter_name)
     if name is None: core.set_by_hand = None; return
-    known = task_names(core)
-    if name not in known:
+    known, kept = task_names(core), bytes(name_row(name)[0].tolist()).rstrip(b"\0").decode()
+    if kept not in known:
         raise ValueError(f"no task has the name {name!r}; this adapter has {', '.join(known) or 'none'}")
-    core.set_by_hand = known.index(name)
+    core.set_by_hand = known.index(kept)
 
 @patch
 def task_names(self: HimalayaModel, adapter_name: str | None = None) -> list[str]:

@@ -193,13 +193,15 @@ def further_generations(
     config: RunConfig, # resolved
     loads: list[TaskLoad],
 ) -> list[list[tuple]]: # per evaluation (task, rows)
-    """Development rows every `eval_steps` of training, at most; all tasks in other words; the rows
-    whose energy is counted."""
+    """Development rows every `eval_steps` of training, at most; all tasks in other words; tasks
+    before they are learned; the rows whose energy is counted."""
     out, every = [], config.training["eval_steps"]
     if every:
         rows = config.evaluation["max_development_rows"]
         out = [[(x, rows)] for x in loads for _ in range(steps_of(config, x) // every)]
     out += [[(t, t.eval_rows) for t in loads] for _ in config.evaluation["instructions"]]
+    # before each task but the first, with the adapter and without
+    if config.evaluation["forward_transfer"]: out += [[(t, t.eval_rows)] * 2 for t in loads[1:]]
     if config.energy:
         first = loads[0]
         counted = min(config.energy["max_samples"] or first.eval_rows, first.eval_rows)

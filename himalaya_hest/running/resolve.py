@@ -354,7 +354,7 @@ def _check_formed(cfg):
         raise ValueError(
             f"parameter adapter_config.n_features = 0: such a {cfg.adapter} keeps nothing by which "
             "the task of a prompt is found, and a run names no task; leave it out, or train with "
-            "ContinualTrainer and name the task with set_task."
+            "ContinualTrainer, without eval_rows, and name the task with set_task."
         )
 
 # %% ../../nbs/running/05_resolve.ipynb #29bc6f60

@@ -100,8 +100,8 @@ def with_variants(
         raise ValueError(
             f"{where}, key 'variants': {n} tasks asked, and there are {len(tasks)} already; "
             "use `first`")
-    names = {t.name for t in tasks}
-    # squad_v2 is a twin, and rte_v2 is one of rte
-    twins = [t for t in tasks if re.sub(r"_v\d+$", "", t.name) not in names - {t.name}]
-    more = all_variants(twins, names)
+    # squad_v2 is a twin, and rte_v2 a variant of one
+    twins = [t for t in tasks if t.name == "squad_v2" or not re.search(r"_v\d+$", t.name)]
+    if not twins: raise ValueError(f"{where}, key 'variants': all tasks are variants; extend mini25")
+    more = all_variants(twins, {t.name for t in tasks})
     return tasks + tuple(next(more) for _ in range(n - len(tasks)))
