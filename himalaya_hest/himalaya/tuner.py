@@ -295,12 +295,13 @@ class HimalayaModel(RoutedModel):
         core = HimalayaCore(sites, self.width, config)
         config.r = core.tasks.r # is saved, so that a file does not depend on the rule
         frames = core.tasks.frames_digest()
-        if config.frames_sha256 not in (None, frames):
+        # a configuration that was filled in here may make another adapter, as LoraConfig may
+        if not getattr(config, "filled_in", False) and config.frames_sha256 not in (None, frames):
             raise ValueError(
                 f"this configuration is of frames with the digest {config.frames_sha256[:12]}…, and those "
                 f"made here have {frames[:12]}…: the modules have other names or widths, or seed or "
                 "n_coordinates was changed; for a new adapter set frames_sha256=None")
-        config.frames_sha256 = frames
+        config.frames_sha256, config.filled_in = frames, True
         return core
     def make_hooks(self, name):
         c, contexts = self.peft_config[name], partial(batch_contexts, self, name)
