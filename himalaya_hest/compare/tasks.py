@@ -41,6 +41,7 @@ def _what(model, name, config, core):
     # means and covariance come from these prompts, whatever was evaluated since
     read = f"{router.content.k} of the content and {router.instruction.k} of the instruction"
     hand = core.set_by_hand
+    found = "found by the router" if router.content.k else "named by who asks (n_features = 0)"
     rows = [
         ["adapter", f"{name!r}, HIMALAYA"],
         ["backbone", backbone_said(model)],
@@ -52,7 +53,7 @@ def _what(model, name, config, core):
         ["kept of a task", f"{size:,} bytes, {cores.bits} bits a number"],
         ["bound γ", f"‖ΔW‖ < {cores.gamma:g} at every site"],
         ["router reads", f"{read}; learned from {int(router.content.n_rows):,} prompts"],
-        ["task of a prompt", "set by hand" if hand is not None else "found by the router" if router.content.k else "named by who asks (n_features = 0)"],
+        ["task of a prompt", found if hand is None else "set by hand"],
         ["trained numbers", f"{sum(p.numel() for p in core.parameters() if p.requires_grad):,}"],
     ]
     return Table("What it is", ["", "value"], rows)

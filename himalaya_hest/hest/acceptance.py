@@ -27,6 +27,7 @@ class Acceptance(nn.Module):
     def forward(self, x: Tensor) -> Tensor: # (..., N_FEATURES) → (...)
         return self.out(self.hidden(x).relu()).squeeze(-1)
 
+# %% ../../nbs/hest/18_acceptance.ipynb #cbd5ac7a
 def features_of(
     marks: list[list[float]], # of each token of a draft
     sure: tuple[float, float], # the model's two largest probabilities where its last token came from
@@ -81,6 +82,7 @@ def examples_of(
         text.extend([answer[i]])
     return torch.cat(found), torch.tensor(stood)
 
+# %% ../../nbs/hest/18_acceptance.ipynb #f1dc47f8
 def _stands(tokens, said): # how many of the first
     return next((j for j, (a, b) in enumerate(zip(tokens, said)) if a != b), min(len(tokens), len(said)))
 

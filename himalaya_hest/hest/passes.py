@@ -47,6 +47,7 @@ class Drafting:
         n = len(self.costs) - 1
         return [text.draft(n)] + ([self.table.draft(text.ids, n)] if self.table else [])
 
+# %% ../../nbs/hest/19_passes.ipynb #7017a6df
 def two_largest(
     logits: Tensor, # (vocabulary,)
 ) -> tuple[float, float]: # their probabilities
@@ -152,6 +153,7 @@ def language_model(
             f"fewer_passes needs a model of Transformers that generates, got {type(inner).__name__}")
     return inner
 
+# %% ../../nbs/hest/19_passes.ipynb #70c98406
 def _generator_for(drafting, told):
     "What Transformers calls for a candidate generator."
     def make(generation_config, input_ids, *args, **kwargs):
@@ -194,6 +196,7 @@ def fewer_passes(
         for name in named: inner.__dict__.pop(name, None)
         inner.__dict__.update(before)
 
+# %% ../../nbs/hest/19_passes.ipynb #aca4d5f9
 def check_drafting(inner, table, costs) -> None:
     "`ValueError` for costs or a table that do not fit the model."
     if len(costs) < 2 or min(costs) <= 0:

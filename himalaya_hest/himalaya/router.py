@@ -167,6 +167,7 @@ def own_distances(
     M = root.T @ unpack_symmetric(view.within).float() @ root
     return M.trace(), 2 * M.square().sum()
 
+# %% ../../nbs/himalaya/03_router.ipynb #093c6676
 @torch.no_grad()
 def strangeness(
     router: Router, # whose tasks left their spread

@@ -225,6 +225,7 @@ class HimalayaHooks(StreamHooks):
 # %% ../../nbs/himalaya/04_tuner.ipynb #8061cf60
 MAX_RANK, MAX_COORDINATES = 256, 2**16
 
+# %% ../../nbs/himalaya/04_tuner.ipynb #e2041ab4
 @dataclass
 class HimalayaConfig(HimalayaSettings, ShellConfig):
     "What defines an adapter; it acts on all projections of every layer, where none are named."
@@ -324,6 +325,7 @@ def himalaya_bytes(tuner, name, n_tasks): # part → bytes
     core, config = tuner.core(name), tuner.peft_config[name or tuner.active_adapters[0]]
     return kept_bytes(len(core.sites), core.router, config, core.tasks.r, n_tasks)
 
+# %% ../../nbs/himalaya/04_tuner.ipynb #ac240748
 @patch
 def state_bytes(self: HimalayaModel, adapter_name: str | None = None) -> dict[str, int]:
     "Bytes of every part between two tasks."
@@ -353,6 +355,7 @@ def task_names(self: HimalayaModel, adapter_name: str | None = None) -> list[str
     "Names of the tasks, in the order in which they were learned."
     return task_names(self.core(adapter_name))
 
+# %% ../../nbs/himalaya/04_tuner.ipynb #905b7cc3
 @patch
 @torch.no_grad()
 def find_tasks(self: HimalayaModel,
@@ -372,6 +375,7 @@ def keeps_answers(self: HimalayaModel, adapter_name: str | None = None) -> bool:
     "Can `answer_keys` tell which answers cannot have changed?"
     return self.trains_alone(adapter_name)
 
+# %% ../../nbs/himalaya/04_tuner.ipynb #a47af159
 @patch
 @torch.no_grad()
 def answer_keys(self: HimalayaModel,

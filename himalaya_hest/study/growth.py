@@ -43,6 +43,7 @@ def family_of(method: str) -> str | None: # a key of FRONT
     named = [m for m in FRONT if method.startswith(f"{m}, ")]
     return max(named, key=len, default=None)
 
+# %% ../../nbs/study/21_growth.ipynb #c906a70c
 def growth_points(
     studies: list[tuple[list[dict], tuple]], # records, and which numbers of tasks are read of them
 ) -> list[dict]: # method, form, tasks, runs, score, low, high, mb
