@@ -73,6 +73,7 @@ def inverse_root(
     inverse = torch.linalg.solve_triangular(low, torch.eye(view.k).to(low), upper=False).T
     return inverse.float(), 2 * low.diagonal().log().sum().float()
 
+# %% ../../nbs/himalaya/03_router.ipynb #7d8ebb41
 @torch.no_grad()
 def solved(
     view: View,
@@ -88,7 +89,6 @@ def solved(
         if torch.compiler.is_compiling(): return found
         held = view._solved = [t.clone() for t in of], found
     return held[1]
-
 
 # %% ../../nbs/himalaya/03_router.ipynb #aa7e4d29
 def log_likelihoods(
