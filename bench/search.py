@@ -26,8 +26,7 @@ ADAPTERS = ["himalaya", "lora-bank", "lora", "lora+ewc", "olora", "gpm-lora", "l
 # a form of an adapter that a study compares beside its default, searched alike; it is no default of
 # anything
 FORMS = {"lora-bank-wide": ("r 8 on q and v", dict(adapter="lora-bank",
-    adapter_config=dict(r=8, target_modules=["q_proj", "v_proj"]))),
-    "himalaya-rank-4": ("r 4, as 1,000 tasks have it in 5 MB", dict(adapter="himalaya", adapter_config=dict(r=4)))}
+    adapter_config=dict(r=8, target_modules=["q_proj", "v_proj"])))}
 ONE = "import sys; sys.path.insert(0, 'bench'); from search import one; one(*sys.argv[1:])"
 
 
