@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from scipy.stats import rankdata
 
 from himalaya_hest.hest.acceptance import examples_of, learn_acceptance
 from himalaya_hest.hest.drafts import learn_table
@@ -25,9 +24,29 @@ from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.run_files import read_arguments
 from himalaya_hest.streams.batching import prompt_row, stop_ids
-from himalaya_hest.workshop.measuring import called, circumstances, write_record
+from himalaya_hest.workshop.measuring import auroc, called, circumstances, write_record
 
 SHIPPED = Path("himalaya_hest/data/acceptance.json")
+
+
+def arguments(doc):
+    "What this and `passes.py` are told alike."
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parameters", nargs="*", help="of a run, as name=value")
+    parser.add_argument("--tasks", nargs="+", default=["cnn_dailymail", "xsum"])
+    parser.add_argument("--new-tokens", type=int, default=48)
+    return parser
+
+
+def begun(a, folder):
+    "A run with the tasks' rows, and its bare backbone."
+    stream = Path(folder)/"asked.yaml"
+    stream.write_text(f"{{name: asked, extends: local25, only: [{', '.join(a.tasks)}]}}")
+    of = dict(scale="small", adapter="lora", dtype="float32", results_dir=folder,
+        training=dict(max_length=384))
+    run = begin_run(resolve(of | dict(stream=str(stream)) | read_arguments(a.parameters)))
+    return run, run.adapter.model.unload().eval()
 
 
 def answers_of(model, tokenizer, prompts, n):
@@ -58,30 +77,21 @@ def joined(parts): return tuple(torch.cat(x) for x in zip(*parts))
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parameters", nargs="*", help="of a run, as name=value")
-    parser.add_argument("--tasks", nargs="+", default=["cnn_dailymail", "xsum"])
+    parser = arguments(__doc__)
     parser.add_argument("--rows", type=int, default=40, help="training rows of each task")
-    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--out", type=Path, default=SHIPPED)
     parser.add_argument("--record", type=Path, default="records/bench/acceptance.json")
     a = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        stream = Path(folder)/"asked.yaml"
-        stream.write_text(f"{{name: asked, extends: local25, only: [{', '.join(a.tasks)}]}}")
-        of = dict(scale="small", adapter="lora", dtype="float32", results_dir=folder,
-            training=dict(max_length=384))
-        run = begin_run(resolve(of | dict(stream=str(stream)) | read_arguments(a.parameters)))
+        run, model = begun(a, folder)
         prompts = [prompt_row(r) for n in run.order for r in run.data[n].train.to_list()[:a.rows]]
-        model = run.adapter.model.unload().eval()
         parts = examples(answers_of(model, run.tokenizer, prompts, a.new_tokens))
     kept = [i % 4 == 3 for i in range(len(parts))]
     x, y = joined([p for p, k in zip(parts, kept) if not k])
     held_x, held_y = joined([p for p, k in zip(parts, kept) if k])
     logit = learn_acceptance(x, y)(held_x)
-    ranks, hits = torch.from_numpy(rankdata(logit.numpy())), held_y > 0
-    n, m, share = int(hits.sum()), int((~hits).sum()), float(y.mean())
+    stood, fell = (logit[held_y == k].numpy() for k in (1, 0))
+    share = float(y.mean())
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, held_y)
     right = float(held_y.mean())
     constant = -right * math.log(share) - (1 - right) * math.log(1 - share)
@@ -92,7 +102,7 @@ def main():
     a.out.write_text(json.dumps(shipped) + "\n", encoding="utf-8")
     write_record(a.record, circumstances(called(__file__), "cpu") | dict(
         answers=len(parts), examples=len(y), accepted=float(y.mean()), held_out=len(held_y),
-        auc=float((ranks[hits].sum() - n * (n + 1) / 2) / (n * m)), log_loss=float(loss),
+        auc=auroc(stood, fell), log_loss=float(loss),
         constant_log_loss=constant))
     print(json.loads(a.record.read_text()))
 

@@ -11,7 +11,6 @@ greedy. Ratios are medians over prompts of time over that of plain generation, w
 interval of a bootstrap over prompts; `same` is the share of prompts with plain generation's text.
 Tables are of the references of training rows, and what a pass costs is measured first.
 """
-import argparse
 import contextlib
 import random
 import tempfile
@@ -19,12 +18,10 @@ from pathlib import Path
 from time import process_time
 
 import torch
+from acceptance import arguments, begun
 
 from himalaya_hest.hest.drafts import learn_table
 from himalaya_hest.hest.passes import Drafted, fewer_passes, pass_costs
-from himalaya_hest.running.continual_run import begin_run
-from himalaya_hest.running.resolve import resolve
-from himalaya_hest.running.run_files import read_arguments
 from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
 
 PLAIN, LOOKUP = "plain", "prompt_lookup_num_tokens"
@@ -52,24 +49,15 @@ def timed(model, ids, n, way, told):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parameters", nargs="*", help="of a run, as name=value")
-    parser.add_argument("--tasks", nargs="+", default=["cnn_dailymail", "xsum"])
+    parser = arguments(__doc__)
     parser.add_argument("--prompts", type=int, default=8, help="of each task")
-    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--out", type=Path, default="records/bench/passes.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        stream = Path(folder)/"asked.yaml"
-        stream.write_text(f"{{name: asked, extends: local25, only: [{', '.join(a.tasks)}]}}")
-        of = dict(scale="small", adapter="lora", dtype="float32", results_dir=folder,
-            training=dict(max_length=384))
-        run = begin_run(resolve(of | dict(stream=str(stream)) | read_arguments(a.parameters)))
+        run, model = begun(a, folder)
         found, dice = {}, random.Random(0)
         tables = {n: learn_table(answers_of(run.data[n])) for n in run.order}
-        model = run.adapter.model.unload().eval()
         costs = pass_costs(model)
         for name in run.order:
             other = next((t for n, t in tables.items() if n != name), None)

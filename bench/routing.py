@@ -24,7 +24,6 @@ from time import process_time
 import numpy as np
 import torch
 from scipy.cluster.vq import kmeans2
-from scipy.stats import rankdata
 
 from himalaya_hest.bridge.routed import batch_contexts
 from himalaya_hest.himalaya.router import Router, strangeness, task_scores
@@ -34,7 +33,7 @@ from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.run_files import read_arguments
 from himalaya_hest.streams.batching import prompt_row
 from himalaya_hest.streams.mini_world import twin_of
-from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
+from himalaya_hest.workshop.measuring import auroc, called, circumstances, ratio, write_record
 
 WAYS = ("own", "unmarked", "shared", "shuffled", "absent")
 N_STD = (4, 6, 8, 12) # of `abstain`
@@ -107,8 +106,7 @@ def novel(run, known, asked):
         for pair, there in zip(asked, inside):
             far[there].append(strangeness(router, *pair, task_scores(router, *pair).argmax(1)))
     a, b = (torch.cat(far[k]).numpy() for k in (True, False))
-    ranks = rankdata(np.concatenate([a, b]))[len(a):].sum()
-    return dict(novel_auroc=float((ranks - len(b) * (len(b) + 1) / 2) / (len(a) * len(b))),
+    return dict(novel_auroc=auroc(b, a),
         abstains={str(n): dict(known=float((a > n).mean()), novel=float((b > n).mean())) for n in N_STD})
 
 

@@ -9,7 +9,7 @@ likeliest in the mean.
 
 `new` are the scores of the stream's own tasks right after they were learned, the first left out,
 `twin` those of their variants, whose twin is among the finished tasks. Differences to `fresh` are
-means over tasks, with the 95 % interval of a bootstrap over tasks.
+means over tasks, with the 95 % BCa interval over tasks.
 """
 import argparse
 import tempfile
@@ -24,6 +24,7 @@ from himalaya_hest.bridge.routed import batch_contexts
 from himalaya_hest.himalaya.router import task_scores
 from himalaya_hest.himalaya.tuner import HimalayaHooks, HimalayaModel
 from himalaya_hest.jobs.run import run_continual
+from himalaya_hest.measures.statistics import bca_interval
 from himalaya_hest.workshop.measuring import called, circumstances, write_record
 
 STARTS = ("fresh", "directions", "whole")
@@ -61,13 +62,6 @@ def learned(start, steps, stream, seed, folder):
     return np.array([row[i] for i, row in enumerate(record["matrix"])])
 
 
-def difference(a, b, seed=0, draws=4000):
-    "Mean of a − b over tasks, and its interval."
-    d = a - b
-    again = np.random.default_rng(seed).choice(d, (draws, len(d))).mean(1)
-    return [float(d.mean()), *map(float, np.percentile(again, [2.5, 97.5]))]
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,8 +80,8 @@ def main():
             scores = {s: learned(s, steps, stream, a.seed, folder) for s in STARTS}
             groups = {"new": slice(1, a.n_tasks), "twin": slice(a.n_tasks, None)}
             out[str(steps)] = {g: {s: float(v[at].mean()) for s, v in scores.items()} | {
-                f"{s} less fresh": difference(scores[s][at], scores["fresh"][at])
-                for s in STARTS[1:]}
+                f"{s} less fresh": [float(d.mean()), *bca_interval(d)]
+                for s in STARTS[1:] for d in [scores[s][at] - scores["fresh"][at]]}
                 for g, at in groups.items()}
             print(steps, out[str(steps)], flush=True)
     write_record(a.out, circumstances(called(__file__), "cpu") | dict(

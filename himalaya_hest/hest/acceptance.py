@@ -14,7 +14,7 @@ from importlib.resources import files
 import torch
 from torch import nn, Tensor
 
-from .drafts import AnswerTable, Lookup, N_MARKS
+from .drafts import AnswerTable, Lookup, N_MARKS, both_guesses
 
 # %% ../../nbs/hest/18_acceptance.ipynb #11c74cf7
 N_FEATURES, N_HIDDEN = 2 * N_MARKS + 6, 24
@@ -71,7 +71,7 @@ def examples_of(
     text, found, stood, last = Lookup(), [torch.zeros(0, N_FEATURES)], [], False
     text.extend(prompt + answer[:1])
     for i in range(1, len(answer)):
-        guesses = [text.draft(n_drafts)] + ([table.draft(text.ids, n_drafts)] if table else [])
+        guesses = both_guesses(text, table, n_drafts)
         hits = [_stands(tokens, answer[i:]) for tokens, _ in guesses]
         for (tokens, marks), right in zip(guesses, hits):
             # the first that fails is seen, and none behind it

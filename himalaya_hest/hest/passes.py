@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .acceptance import Acceptance, COSTS, chosen_draft, shipped_acceptance
-from .drafts import AnswerTable, Lookup
+from .drafts import AnswerTable, Lookup, both_guesses
 
 # %% ../../nbs/hest/19_passes.ipynb #dd7d2923
 @dataclass
@@ -41,11 +41,6 @@ class Drafting:
     table: AnswerTable | None # of training answers; None: drafts are copies alone
     acceptance: Acceptance
     costs: tuple[float, ...] # of a pass over 1, 2, … tokens
-    def guesses(self,
-        text: Lookup, # prompt and answer so far
-    ) -> list[tuple[list[int], list[list[float]]]]: # tokens and marks of each
-        n = len(self.costs) - 1
-        return [text.draft(n)] + ([self.table.draft(text.ids, n)] if self.table else [])
 
 # %% ../../nbs/hest/19_passes.ipynb #7017a6df
 def two_largest(
@@ -74,7 +69,8 @@ class Drafter(CandidateGenerator):
         self.text.extend(new)
         # the first pass reads the prompt, and each gives one token of its own
         if new and (room := self.max_length - len(ids) - 1) > 0:
-            guesses, of = self.drafting.guesses(self.text), self.drafting
+            of = self.drafting
+            guesses = both_guesses(self.text, of.table, len(of.costs) - 1)
             stood, self.firsts = new[0] in self.firsts, {t[0] for t, _ in guesses if t}
             guess = chosen_draft(guesses, of.acceptance, of.costs, self.sure, stood)[:room]
         # nothing stands behind the end of an answer
@@ -119,6 +115,7 @@ REFUSED = dict(
     force_words_ids=None, stop_strings=None, guidance_scale=1., watermarking_config=None,
     cache_implementation="dynamic", use_cache=True)
 
+# %% ../../nbs/hest/19_passes.ipynb #6f288f3a
 def check_asked(
     inner: nn.Module, # the causal language model
     kwargs: dict, # of a call of `generate`
@@ -203,6 +200,6 @@ def check_drafting(inner, table, costs) -> None:
         raise ValueError(
             f"costs needs positive ones of a pass over 1 and over 2 tokens at least, got {costs}")
     size = inner.get_input_embeddings().num_embeddings
-    if table and len(table) and int(table.following.max()) >= size:
+    if table and int(table.following.max()) >= size:
         raise ValueError(f"the table has token id {int(table.following.max())}, and the model knows "
                          f"{size}: it was learned with another tokenizer")

@@ -38,7 +38,7 @@ class View(nn.Module):
         self.register_buffer("n_rows", torch.tensor(0.))
         self.means, self.scales = RowStack(k, dtype=torch.int8), RowStack(1)
         self.spreads = RowStack(1, dtype=torch.float32) if keeps_spread else None
-        self._solved = None # what `solved` gives, and what it is of
+        self._solved = self._own = None # what `solved` and `own_distances` give, and what that is of
 
     def forward(self, x: Tensor) -> Tensor: # (b, width) standardised → (b, k)
         return x.float() @ self.signs
@@ -161,11 +161,14 @@ def task_scores(
 # %% ../../nbs/himalaya/03_router.ipynb #ee7e13d0
 def own_distances(
     view: View,
-    root: Tensor, # (k, k) of its Σ, as `inverse_root` gives it
 ) -> tuple[Tensor, Tensor]: # scalars
-    "Mean and variance of the squared distance of a task's own prompts, under the model."
+    "Mean and variance of the squared distance of a task's own prompts; held as long as Σ is."
+    root, held = solved(view)[0], view._own
+    if not torch.compiler.is_compiling() and held and held[0] is root: return held[1]
     M = root.T @ unpack_symmetric(view.within).float() @ root
-    return M.trace(), 2 * M.square().sum()
+    found = M.trace(), 2 * M.square().sum()
+    if not torch.compiler.is_compiling(): view._own = root, found
+    return found
 
 # %% ../../nbs/himalaya/03_router.ipynb #093c6676
 @torch.no_grad()
@@ -183,6 +186,6 @@ def strangeness(
         all_tasks = unpack_symmetric(view.within).float().trace()
         a = size(view.spreads.rows.float()[:, 0]) / size(all_tasks)
         far = far + (z @ W - means[task]).square().sum(1) / a[task]
-        m, v = own_distances(view, W)
+        m, v = own_distances(view)
         mean, variance = mean + m, variance + v
     return (far - mean) / variance.sqrt()

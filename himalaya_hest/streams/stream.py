@@ -251,12 +251,12 @@ def _extended(given, where, within):
     if base.endswith((".yaml", ".yml")): base = Path(where).expanduser().parent / base
     base = _load(str(base), within)
     tasks = tuple(_cut(t, given, where) for t in _chosen(given, base, where))
+    source = given.get("source", base.source)
     if "variants" in given:
         from himalaya_hest.streams.variants import with_variants
-        source = given.get("source", base.source)
         tasks = with_variants(tasks, given["variants"], source, where)
-    return _check_stream(Stream(given["name"], given.get("source", base.source),
-                                given.get("world", base.world), tasks), where)
+    return _check_stream(
+        Stream(given["name"], source, given.get("world", base.world), tasks), where)
 
 # %% ../../nbs/streams/04_stream.ipynb #ec65b079
 def _chosen(given, base, where):

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..compare.charts import Chart, new_figure, plain_axes
 from ..compare.large import large_adapter, large_bytes
-from ..compare.pairs import method_of
+from ..compare.pairs import by_pair
 from ..ground.table import Table
 from ..measures.record_tables import score_array
 from ..measures.records import records_of
@@ -24,17 +24,20 @@ from .front import FRONT, LIMIT_MB, one_after_another, short_name
 def score_after(
     record: dict, # of a run
     n: int, # tasks
-) -> float | None: # None where not all of them were evaluated then
+) -> float | None: # None where not all of them were evaluated then, or there are fewer
     "Mean score of a run's first n tasks, after the last of them."
+    if n > len(record["tasks"]): return None
     row = score_array(record)[n - 1, :n]
     return None if np.isnan(row).any() else float(row.mean())
 
 # %% ../../nbs/study/21_growth.ipynb #f5a6e4bb
 def mb_after(
     record: dict, # of a run
-    n: int, # tasks
-) -> float: # 10⁶ bytes at d = 4096, 32 layers
-    return large_bytes(large_adapter(record), record | dict(tasks=record["tasks"][:n])) / 1e6
+    lengths: tuple[int, ...], # numbers of tasks
+) -> dict[int, float]: # number of tasks → 10⁶ bytes at d = 4096, 32 layers
+    "What is kept of a run's first tasks; the large adapter is made once."
+    large = large_adapter(record)
+    return {n: large_bytes(large, record | dict(tasks=record["tasks"][:n])) / 1e6 for n in lengths}
 
 # %% ../../nbs/study/21_growth.ipynb #635c16f3
 def family_of(method: str) -> str | None: # a key of FRONT
@@ -51,21 +54,15 @@ def growth_points(
     out = []
     for records, lengths in studies:
         forms = {}
-        for r in one_after_another(records):
-            if family := family_of(method_of(r)):
-                forms.setdefault(family, {}).setdefault(method_of(r), []).append(r)
+        for method, runs in by_pair(one_after_another(records)).items():
+            if family := family_of(method): forms.setdefault(family, {})[method] = [*runs.values()]
         for family, of in forms.items():
             form, runs = max(of.items(), key=lambda kv: len(kv[1]))
-            out += [p for n in lengths if (p := _point(family, form, runs, n))]
+            mb = mb_after(runs[0], lengths)
+            found = ((n, [s for r in runs if (s := score_after(r, n)) is not None]) for n in lengths)
+            out += [dict(method=family, form=form, tasks=n, runs=len(s), score=float(np.mean(s)),
+                         low=min(s), high=max(s), mb=mb[n]) for n, s in found if s]
     return out
-
-# %% ../../nbs/study/21_growth.ipynb #03f2a9c5
-def _point(family, form, runs, n):
-    "None where no run has that row."
-    scores = [s for r in runs if n <= len(r["tasks"]) and (s := score_after(r, n)) is not None]
-    if not scores: return None
-    return dict(method=family, form=form, tasks=n, runs=len(scores), score=float(np.mean(scores)),
-                low=min(scores), high=max(scores), mb=mb_after(runs[0], n))
 
 # %% ../../nbs/study/21_growth.ipynb #9d750130
 def _panel(axes, title, points):
@@ -146,14 +143,14 @@ def thousand_table(
     "A row a method: means over its runs."
     columns = ["method", "runs", "just learned", "at the end", "forgotten", "worst twin",
                "best twin", "MB at d = 4096", "minutes"]
-    methods, rows = {}, []
-    for r in records: methods.setdefault(method_of(r), []).append(r)
+    rows = []
     # each run's figures, then their means
-    for method, runs in methods.items():
+    for method, of in by_pair(records).items():
+        runs = [*of.values()]
         mean = lambda f: float(np.mean([f(r) for r in runs]))
         rows.append([method, len(runs), mean(lambda r: r["summary"]["just_learned_accuracy"]),
             mean(lambda r: r["summary"]["average_accuracy"]),
             mean(lambda r: r["summary"]["average_forgetting"]),
             mean(lambda r: min(by_twin(r).values())), mean(lambda r: max(by_twin(r).values())),
-            mb_after(runs[0], len(runs[0]["tasks"])), mean(lambda r: r["summary"]["wall_s"] / 60)])
+            *mb_after(runs[0], (len(runs[0]["tasks"]),)).values(), mean(lambda r: r["summary"]["wall_s"] / 60)])
     return Table("", columns, sorted(rows, key=lambda r: -r[3]))
