@@ -18,7 +18,7 @@ from ..ground.table import Table
 from ..measures.record_tables import score_array
 from ..measures.records import records_of
 from ..streams.mini_world import twin_of
-from .front import FRONT, LIMIT_MB, one_after_another, short_name
+from .front import FRONT, LIMIT_MB, one_after_another, short_name, WIDE
 
 # %% ../../nbs/study/21_growth.ipynb #6b3f149f
 def score_after(
@@ -50,16 +50,19 @@ def family_of(method: str) -> str | None: # a key of FRONT
 def growth_points(
     studies: list[tuple[list[dict], tuple]], # records, and which numbers of tasks are read of them
 ) -> list[dict]: # method, form, tasks, runs, score, low, high, mb
-    "The points of all methods, each of the form with the most runs."
+    "The points of all methods, each of the form with the most runs, the smallest of several."
     out = []
     for records, lengths in studies:
         forms = {}
         for method, runs in by_pair(one_after_another(records)).items():
             if family := family_of(method): forms.setdefault(family, {})[method] = [*runs.values()]
         for family, of in forms.items():
-            form, runs = max(of.items(), key=lambda kv: len(kv[1]))
-            mb = mb_after(runs[0], lengths)
-            found = ((n, [s for r in runs if (s := score_after(r, n)) is not None]) for n in lengths)
+            sizes = {form: mb_after(runs[0], lengths) for form, runs in of.items()}
+            # of those with as many runs the smallest file
+            form = min(of, key=lambda f: (-len(of[f]), sizes[f][lengths[-1]]))
+            runs, mb = of[form], sizes[form]
+            found = ((n, [s for r in runs if (s := score_after(r, n)) is not None])
+                     for n in lengths)
             out += [dict(method=family, form=form, tasks=n, runs=len(s), score=float(np.mean(s)),
                          low=min(s), high=max(s), mb=mb[n]) for n, s in found if s]
     return out
@@ -80,12 +83,13 @@ def _panel(axes, title, points):
         for p in own:
             axes.annotate(f"{p['tasks']:,}", (p["mb"], p["score"]), color=color, fontsize=7,
                           textcoords="offset points", **place)
-        # the two smallest files lie close together
-        places = {"himalaya": ("right", 6), "lora-bank": ("left", -14)}
-        side, shift = places.get(method, ("center", 0))
-        axes.annotate(name, (x[-1], y[-1]), (shift, -8), color=color, textcoords="offset points",
+        # names stand where those of neighbours do not: below the last point, before the first
+        places = {"himalaya": (0, "right", -7, 4), "lora-bank": (-1, "left", -14, -9),
+                  WIDE: (-1, "center", 0, 24)}
+        at, side, right, up = places.get(method, (-1, "center", 0, -9))
+        axes.annotate(name, (x[at], y[at]), (right, up), color=color, textcoords="offset points",
                       fontsize=8, ha=side, va="top", weight="bold" if bold else "normal")
-    axes.set(xscale="log", xlim=(.1, 250), ylim=(0, 1.06), xticks=[.1, 1, LIMIT_MB, 10, 100])
+    axes.set(xscale="log", xlim=(.05, 250), ylim=(0, 1.06), xticks=[.1, 1, LIMIT_MB, 10, 100])
     axes.set_xticklabels([".1", "1", "2.5", "10", "100"]); axes.minorticks_off()
     axes.set_title(title, fontsize=9.5, loc="left")
     axes.set_xlabel("MB at d = 4096, 32 layers", fontsize=8.5, loc="left")
@@ -152,5 +156,6 @@ def thousand_table(
             mean(lambda r: r["summary"]["average_accuracy"]),
             mean(lambda r: r["summary"]["average_forgetting"]),
             mean(lambda r: min(by_twin(r).values())), mean(lambda r: max(by_twin(r).values())),
-            *mb_after(runs[0], (len(runs[0]["tasks"]),)).values(), mean(lambda r: r["summary"]["wall_s"] / 60)])
+            *mb_after(runs[0], (len(runs[0]["tasks"]),)).values(),
+            mean(lambda r: r["summary"]["wall_s"] / 60)])
     return Table("", columns, sorted(rows, key=lambda r: -r[3]))
