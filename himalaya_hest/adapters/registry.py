@@ -7,7 +7,6 @@ __all__ = ['METHOD_VERSIONS', 'SET_BY_RUN', 'method_versions', 'resolve_adapter_
            'adapter_tensors', 'load_adapter_tensors', 'adapter_bytes', 'serving_bytes', 'adapter_table']
 
 # %% ../../nbs/adapters/16_registry.ipynb #6cbe5cf1
-import difflib
 import re
 import warnings
 from dataclasses import dataclass, field, fields
@@ -21,8 +20,9 @@ from torch import nn
 from .defaults import ADAPTER_DEFAULTS, EWC_DEFAULTS
 from .ewc import EWC
 from .names import OURS, _config_class, parse_adapter
-from ..ground.rows import make_room
 from ..ground.hooks import HookList, StreamHooks
+from ..ground.rows import make_room
+from ..ground.spelling import nearest
 from ..ground.table import Table
 
 # each registers its methods when it is imported
@@ -62,11 +62,9 @@ def _own_field(cls, key, value):
         raise ValueError(f"adapter_config.{key} is set by the run itself{instead}")
     known = {f.name for f in fields(cls)}
     if key not in known:
-        near = difflib.get_close_matches(key, known, n=1)
         raise ValueError(
-            f"adapter_config has the unknown key {key!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + f" {cls.__name__} has {', '.join(sorted(known))}"
+            f"adapter_config has the unknown key {key!r}{nearest(key, sorted(known), '.')} "
+            f"{cls.__name__} has {', '.join(sorted(known))}"
         )
     return _scalar(f"adapter_config.{key}", value, str(cls.__dataclass_fields__[key].type))
 

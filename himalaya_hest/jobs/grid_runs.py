@@ -14,10 +14,10 @@ from pathlib import Path
 
 import yaml
 
+from ..ground.spelling import nearest
 from ..running.resolve import resolve
 from ..ground.table import Table
 from ..measures.records import read_record
-from ..streams.templates import nearest
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #bd0ac112
 KEYS = ("name", "base", "axes", "pairs")
@@ -32,7 +32,7 @@ def _check_keys(path, grid):
     for key in grid:
         if key not in KEYS:
             raise ValueError(
-                f"grid file {path} has the unknown key {key!r}{nearest(str(key), KEYS)} "
+                f"grid file {path} has the unknown key {key!r}{nearest(key, KEYS, '.')} "
                 f"Known: {', '.join(KEYS)}"
             )
 

@@ -12,10 +12,10 @@ from dataclasses import asdict
 
 from ..adapters.defaults import SEARCHED, start_training
 from ..adapters.names import parse_adapter
+from ..ground.spelling import nearest
 from ..running.parameters import RunConfig
 from ..running.resolve import resolve
 from ..running.scales import energy_training
-from ..streams.templates import nearest
 
 # %% ../../nbs/jobs/01_spaces.ipynb #50de68c9
 def _log(low, high, start): return dict(low=low, high=high, log=True, start=start)
@@ -150,7 +150,7 @@ def _checked_range(name, given):
         if key not in known:
             raise ValueError(
                 f"parameter search.space.{name} has the unknown key "
-                f"{key!r}{nearest(key, known)} Known: {', '.join(known)}"
+                f"{key!r}{nearest(key, known, '.')} Known: {', '.join(known)}"
             )
     return (_checked_choices if "choices" in given else _checked_bounds)(name, given)
 

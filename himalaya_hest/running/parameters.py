@@ -4,31 +4,22 @@
 
 # %% auto #0
 __all__ = ['POSITIVE', 'FROM_ZERO', 'BELOW_ONE', 'SHARE', 'AT_LEAST_ONE', 'SEED', 'SCHEDULES', 'MAX_LENGTH', 'PROTOCOLS',
-           'WORDINGS', 'KEPT_SHARE', 'ROLE', 'GROUPS', 'SILENT', 'near', 'Within', 'OneOf', 'counted_from', 'parameter',
+           'WORDINGS', 'KEPT_SHARE', 'ROLE', 'GROUPS', 'SILENT', 'Within', 'OneOf', 'counted_from', 'parameter',
            'later', 'silent', 'Optimisation', 'TrainingParameters', 'micro_batches_of_step', 'EvaluationParameters',
            'EnergyParameters', 'EWCParameters', 'SearchParameters', 'Scaled', 'Streamed', 'RunConfig', 'checked',
            'said_of', 'config_table']
 
 # %% ../../nbs/running/01_parameters.ipynb #5cf0edee
 import copy
-import difflib
 import math
 from dataclasses import asdict, dataclass, field, fields
 
 from fastcore.basics import patch
 
 from ..adapters.defaults import EWC_DEFAULTS
+from ..ground.spelling import nearest
 from ..ground.table import Table
 from ..measures.energy import METERS
-
-# %% ../../nbs/running/01_parameters.ipynb #109245f6
-def near(
-    word, # what was given
-    known, # names that there are
-) -> str: # the end of a sentence
-    "The nearest known name, as a question; a full stop where none is near."
-    found = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=.4)
-    return f"; did you mean {found[0]!r}?" if found else "."
 
 # %% ../../nbs/running/01_parameters.ipynb #08de4a22
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class OneOf:
         if value not in self.words and not (self.open and value == ""):
             raise ValueError(
                 f"parameter {name} = {value!r} is not one of "
-                f"{', '.join(self.words)}{near(value, self.words)}"
+                f"{', '.join(self.words)}{nearest(value, self.words, '.')}"
             )
 
 # %% ../../nbs/running/01_parameters.ipynb #cea4d099
@@ -384,7 +375,8 @@ def checked(
     for key in values:
         if key not in known:
             raise ValueError(
-                f"unknown parameter {where}{key}{near(key, known)} Known: {', '.join(known)}"
+                f"unknown parameter {where}{key}{nearest(key, known, '.')} "
+                f"Known: {', '.join(known)}"
             )
     out = cls(**{k: _typed(where + k, v, known[k].type) for k, v in values.items()})
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Callable
 
 from ..adapters.names import adapter_names
+from ..ground.spelling import nearest
 from .parameters import GROUPS, RunConfig, said_of
 from .resolve import resolve
 from ..streams.stream import stream_names
-from ..streams.templates import nearest
 
 # %% ../../nbs/running/06_run_files.ipynb #d307579a
 def notebook_parameters(
@@ -38,7 +38,7 @@ def checked_parameters(
     for name, value in given.items():
         if name not in types:
             raise ValueError(
-                f"unknown parameter {name}{nearest(name, types) or '.'} Known: "
+                f"unknown parameter {name}{nearest(name, types, '.')} Known: "
                 f"{', '.join(types)}"
             )
         if isinstance(value, types[name]): continue

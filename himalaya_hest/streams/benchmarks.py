@@ -11,10 +11,10 @@ import os
 import sys
 from pathlib import Path
 
+from ..ground.spelling import nearest
 from .stream import load_stream
 from .task_keys import split_rows
 from .tasks import Task
-from .templates import nearest
 
 # %% ../../nbs/streams/17_benchmarks.ipynb #02b1b2ce
 PLACES = {"olora15": "*/{task}/{split}.json", "trace8": "{task}/{split}.json",

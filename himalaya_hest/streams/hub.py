@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
+from ..ground.spelling import nearest
 from .sources import (
     capped, digest_of, load_json, LocalSource, MiniSource, save_json, Source)
 from .files import bytes_digest
@@ -28,7 +29,7 @@ from himalaya_hest.streams.hub_rows import (
 )
 from .stream import SOURCES
 from .tasks import Task
-from .templates import nearest, parse_template
+from .templates import parse_template
 
 log = logging.getLogger("himalaya_hest")
 

@@ -150,8 +150,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
+from ..ground.spelling import nearest
 from .tasks import Task
-from .templates import nearest
 
 # %% ../../nbs/streams/11_hub_files.ipynb #84023abe
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from uuid import uuid4
 from fastcore.basics import patch
 
 from ..ground.quiet import waiting
+from ..ground.spelling import nearest
 from .files import bytes_digest, find_split, open_split
 from .stream import WORLDS, WRITE_ROWS
 from .task_keys import split_rows
 from .tasks import Example, language_of, row_digest, Task
-from .templates import nearest
 
 # %% ../../nbs/streams/09_sources.ipynb #674a3bec
 def json_bytes(

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
+from ..ground.spelling import nearest
 from ..ground.table import Table
 from himalaya_hest.streams.task_keys import (
     check_keys, check_known, fits_together, make_task, split_rows, STREAM_KEYS
 )
 from .tasks import mixed_seed, Task
-from .templates import brief_key, nearest
+from .templates import brief_key
 
 # %% ../../nbs/streams/04_stream.ipynb #e1810e5d
 def stream_names() -> list[str]:

@@ -9,8 +9,9 @@ __all__ = ['CHECKS', 'TASK_KEYS', 'STREAM_KEYS', 'REQUIRED', 'check_keys', 'chec
 # %% ../../nbs/streams/03_task_keys.ipynb #9af8acfe
 import re
 
+from ..ground.spelling import nearest
 from .tasks import GROUPS, KINDS, SPLITS, STOPS, Task
-from .templates import brief, brief_key, nearest, parse_template
+from .templates import brief, brief_key, parse_template
 
 # %% ../../nbs/streams/03_task_keys.ipynb #0435e3ad
 def _is_texts(v): return isinstance(v, list) and bool(v) and all(_is_text(t) for t in v)
