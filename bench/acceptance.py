@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from himalaya_hest.hest.acceptance import examples_of, learn_acceptance
+from himalaya_hest.hest.drafter import two_largest
 from himalaya_hest.hest.drafts import learn_table
-from himalaya_hest.hest.passes import two_largest
 from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.run_files import read_arguments

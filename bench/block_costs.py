@@ -31,12 +31,13 @@ import torch
 from block_parts import chosen_products, drawn, shapes_of
 from transformers import DynamicCache
 
+from himalaya_hest.ground.clock import clock_of
 from himalaya_hest.hest.blocks import BlockMatrices, run_block
 from himalaya_hest.hest.gate_costs import CPU_COST_INT8, block_cost
 from himalaya_hest.hest.int8 import calibrate as calibrate_int8
 from himalaya_hest.measures.energy import calibrate
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, clock_of, keep_memory, llama_config, random_backbone, spread, write_record)
+    called, circumstances, keep_memory, llama_config, random_backbone, spread, write_record)
 
 # off, int8, fp
 MIXES = ((0, 0, 1), (0, 1, 0), (1, 0, 0), (0.25, 0.5, 0.25), (0.2, 0.8, 0), (0.4, 0.6, 0),

@@ -48,6 +48,7 @@ from block_parts import (
     Given, Parts, attached, chosen_products, scope_share, shapes_of, without_adapter)
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from himalaya_hest.ground.clock import clock_of
 from himalaya_hest.hest.bucket_cache import BudgetedCache
 from himalaya_hest.adapters.masks import DepthMaskConfig, Int8Config, RandomMaskConfig
 from himalaya_hest.hest.tuner import HestConfig
@@ -55,7 +56,7 @@ from himalaya_hest.hest.int8 import calibrate
 from himalaya_hest.streams.backbone import mini_backbone_dir
 from himalaya_hest.adapters.tabs import TabsConfig
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, clock_of, keep_memory, llama_config, random_backbone, ratio, spread, write_record)
+    called, circumstances, keep_memory, llama_config, random_backbone, ratio, spread, write_record)
 
 PROMPT = 128 # before decoding
 # new tokens at batch 1 and 8

@@ -23,11 +23,12 @@ import torch
 from peft import get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from himalaya_hest.ground.clock import clock_of
 from himalaya_hest.hest.directions import TokenGates
 from himalaya_hest.hest.costs import forward_cost
 from himalaya_hest.hest.tuner import HestConfig
 from himalaya_hest.adapters.tabs import TabsConfig
-from himalaya_hest.workshop.measuring import called, clock_of, write_record
+from himalaya_hest.workshop.measuring import called, write_record
 
 LAYERS = {128: 4, 256: 6, 512: 8, 1024: 8, 2048: 8, 4096: 32}
 

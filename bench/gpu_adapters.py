@@ -80,6 +80,7 @@ from transformers import StaticCache
 from transformers.models.llama import modeling_llama
 
 from himalaya_hest.bridge import routed
+from himalaya_hest.ground.clock import clock_of
 from himalaya_hest.running.checkpoint import write_atomic
 from himalaya_hest.bridge.update import Update
 from himalaya_hest.ground.hooks import HookList, TaskContext
@@ -91,7 +92,7 @@ from himalaya_hest.himalaya.tuner import nearest_tasks
 from himalaya_hest.running.training import make_optimizer, model_inputs, train_step
 from himalaya_hest.bridge.shell import PairCore
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, clock_of, llama_config, random_backbone, ratio, spread)
+    called, circumstances, llama_config, random_backbone, ratio, spread)
 
 TASKS = 25
 # adapter_config; LILAC's budget counts EWC, which is not here

@@ -41,13 +41,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, Qwen2Config
 
 from himalaya_hest.adapters.masks import Int8Config
+from himalaya_hest.ground.clock import clock_of
 from himalaya_hest.hest.gate_costs import block_cost
 from himalaya_hest.hest.tuner import HestConfig
 from himalaya_hest.hest.int8 import calibrate as calibrate_int8
 from himalaya_hest.measures.energy import ReplayMeter, calibrate, find_meter, measure_interleaved
 from himalaya_hest.adapters.tabs import TabsConfig
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, clock_of, llama_config, random_backbone)
+    called, circumstances, llama_config, random_backbone)
 
 BACKBONES = {"llama-2-7b": lambda: LlamaConfig(max_position_embeddings=8192),
     "qwen2.5-7b": lambda: Qwen2Config(hidden_size=3584, intermediate_size=18944,

@@ -44,6 +44,8 @@ _NAMES = { # module → what it gives to the face
     "hest.tuner": "HestConfig",
     "hest.energy_budget": "Joules",
     "hest.drafts": "learn_table load_table save_table",
+    "hest.leniency": "learn_leniency",
+    "hest.pass_budget": "pass_costs",
     "hest.passes": "fewer_passes",
     "adapters.names": "adapter_names",
     "adapters.registry": "adapter_table build_adapter",

@@ -19,5 +19,7 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.hest", {
     "shell": "GatedConfig GatedModel record_states",
     "tuner": "HestConfig HestModel",
     "drafts": "AnswerTable learn_table load_table save_table",
+    "leniency": "learn_leniency",
+    "pass_budget": "PassCosts pass_costs",
     "passes": "fewer_passes",
 })
