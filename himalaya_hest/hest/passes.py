@@ -137,7 +137,8 @@ def fewer_passes(
     check_drafting(inner, table, energy_budget, credit, cap)
     drafting = Drafting(table, acceptance or shipped_acceptance(), costs, energy_budget, credit, cap,
                         leniency_for(energy_budget, lossy))
-    plain = getattr(inner.generate, "plain", inner.generate) # of a block around this one
+    # the model's own, also within another block
+    plain = getattr(inner.generate, "plain", inner.generate)
     def generate(*args, **kwargs):
         check_asked(inner, kwargs, drafting.epsilon < 1)
         kwargs, ends = _asks_for_drafts(inner, kwargs, calls)
@@ -177,6 +178,7 @@ def leniency_for(
             f"energy_budget {energy_budget} is below 1, and no answer that nobody guesses can be said "
             "for less: give lossy=learn_leniency(model, prompts), and drafts that the model finds "
             "nearly likeliest stand as well; or give 1 and more, where every prefix keeps it")
+    # the strictest first, which costs most
     known = sorted(lossy.items(), reverse=True)
     if energy_budget >= known[0][1]: return known[0][0]
     for (e, above), (lower, below) in zip(known, known[1:]):
