@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['LEAST_GAIN', 'NOT_LEARNABLE', 'alone_scores', 'constant_scores', 'not_learnable', 'learnable_table', 'arena_table',
-           'reworded_table', 'groups_table']
+           'reworded_table', 'last_scores', 'groups_table']
 
 # %% ../../nbs/study/17_arena.ipynb #af53b8d3
 import numpy as np
 
 from ..compare.pairs import grid_of
 from ..compare.standings import (
-    MAIN_PAIRS, chance_row, group_scores, known_table, main_table, mean_of)
+    MAIN_PAIRS, chance_row, known_table, main_table, mean_of)
 from ..ground.table import Table
 from ..measures.record_tables import against_chance
 
@@ -95,15 +95,24 @@ def reworded_table(
     return known_table("mean score over tasks after the stream, by the words of the instructions",
                        tuple(columns), sorted(rows, key=lambda row: -row["own"]))
 
+# %% ../../nbs/study/17_arena.ipynb #27cfa1a3
+def last_scores(
+    record: dict, # of a run
+) -> dict[str, float]: # task → score of the last evaluation, which may have more rows
+    last = (record.get("final") or {}).get("scores")
+    if last: return {t: last[t]["score"] for t in record["tasks"]}
+    return dict(zip(record["tasks"], record["matrix"][-1]))
+
 # %% ../../nbs/study/17_arena.ipynb #db5a3466
 def groups_table(
     records: list[dict], # of one world
     groups: dict[str, set], # what a group is called → its tasks
 ) -> Table: # a row a method, the best over all tasks first
-    "Mean score at the end over the tasks of each group."
+    "Mean score at the end over the tasks of each group, of all rows that were answered then."
     rows = []
     for method, runs in grid_of(records).runs.items():
-        of = {g: np.mean([group_scores(r, names)["final"] for r in runs.values()])
+        last = [last_scores(r) for r in runs.values()]
+        of = {g: np.mean([np.mean([of[t] for t in names]) for of in last])
               for g, names in groups.items()}
         rows.append({"method": method, "n": len(runs)} | {g: float(v) for g, v in of.items()})
     first = next(iter(groups))

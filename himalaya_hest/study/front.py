@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['WIDE', 'FRONT', 'FEWEST', 'LIMIT_MB', 'PICTURE', 'WORLDS', 'short_name', 'one_after_another', 'front_lines',
-           'front_table', 'front_chart', 'front_sentence', 'front_worlds', 'write_picture', 'main']
+           'front_table', 'paired_lines', 'front_chart', 'front_sentence', 'front_verdict', 'front_worlds',
+           'write_picture', 'main']
 
 # %% ../../nbs/study/16_front.ipynb #eb5b854a
 import sys
@@ -61,6 +62,13 @@ def front_table(
             for m, r in front_lines(records).items()]
     return Table("", columns, rows)
 
+# %% ../../nbs/study/16_front.ipynb #67a1ba5d
+def paired_lines(
+    records: list[dict], # of one main comparison
+) -> dict[str, dict]: # method → HIMALAYA's line against it
+    rows = paired_table(one_after_another(records), least=FEWEST).records()
+    return {short_name(r["opponent"]): r for r in rows}
+
 # %% ../../nbs/study/16_front.ipynb #fa705380
 LIMIT_MB = 2.5
 
@@ -104,11 +112,15 @@ def front_chart(
 def _how(low, high): # a difference with this interval
     return "not told apart from" if low <= 0 <= high else "above" if low > 0 else "below"
 
-def _beside(row, name, share):
+def _bytes(share): # what another method takes, over ours, in words
+    return f"1/{share:.0f} of" if share > 1 else f"{1 / share:.1f} times"
+
+def _beside(row, name, large, kept):
     "A row of the paired table in words."
     over, end = (row["95 % from"], row["to"]), (row["rows from"], row["rows to"])
     return (
-        f"with 1/{share:.0f} of the bytes of {name} its score is {_how(*over)} that bank's over the "
+        f"with {_bytes(large)} the bytes of {name} ({_bytes(kept)} them at the width that was "
+        f"trained) its score is {_how(*over)} that bank's over the "
         f"stream ({row['difference']:+.3f} [{over[0]:+.3f}, {over[1]:+.3f}]) and {_how(*end)} it at "
         f"the end ({row['final']:+.3f} [{end[0]:+.3f}, {end[1]:+.3f}])")
 
@@ -117,13 +129,27 @@ def front_sentence(
     records: list[dict], # of one main comparison
 ) -> str: # Markdown
     "HIMALAYA beside each bank: bytes, and paired differences of the scores."
-    mb = {m: r["MB large"] for m, r in front_lines(records).items()}
-    against = {short_name(r["opponent"]): r
-               for r in paired_table(one_after_another(records), least=FEWEST).records()}
+    lines, against = front_lines(records), paired_lines(records)
+    def over(m, size): return lines[m][size] / lines["himalaya"][size]
     # the wide bank first, since it is what everybody would compare with
     named = {WIDE: "a bank of one LoRA of rank 8 a task", "lora-bank": "one of rank 1"}
-    told = "; ".join(_beside(against[m], n, mb[m] / mb["himalaya"]) for m, n in named.items())
-    return f"HIMALAYA takes {mb['himalaya']:.1f} MB: {told}."
+    told = "; ".join(_beside(against[m], n, over(m, "MB large"), over(m, "MB kept"))
+                     for m, n in named.items())
+    return f"HIMALAYA takes {lines['himalaya']['MB large']:.1f} MB: {told}."
+
+# %% ../../nbs/study/16_front.ipynb #d303052f
+def _banks(wide, narrow): # how the method stands to both
+    if wide != narrow: return f"{wide} the bank of rank 8 and {narrow} the one of rank 1"
+    return wide + (" either bank" if wide.startswith("not") else " both banks")
+
+def front_verdict(
+    records: list[dict], # of one main comparison
+) -> str: # for the first screen
+    "HIMALAYA beside both banks, in a few words."
+    rows = [paired_lines(records)[m] for m in (WIDE, "lora-bank")]
+    over, end = ([_how(r[low], r[high]) for r in rows] for low, high in (
+        ("95 % from", "to"), ("rows from", "rows to")))
+    return f"{_banks(*over)} over the stream, and {_banks(*end)} at the end"
 
 # %% ../../nbs/study/16_front.ipynb #1d4c8401
 PICTURE = "nbs/images/front.png"
