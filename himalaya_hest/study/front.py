@@ -149,6 +149,7 @@ def front_verdict(
     rows = [paired_lines(records)[m] for m in (WIDE, "lora-bank")]
     over, end = ([_how(r[low], r[high]) for r in rows] for low, high in (
         ("95 % from", "to"), ("rows from", "rows to")))
+    if over == end: return f"{_banks(*over)}, over the stream and at its end"
     return f"{_banks(*over)} over the stream, and {_banks(*end)} at the end"
 
 # %% ../../nbs/study/16_front.ipynb #1d4c8401
