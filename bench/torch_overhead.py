@@ -22,10 +22,9 @@ step: copies of tracked parameters, forward and backward, hooks, clipping, optim
 rate is next to zero, so all steps start alike); beside it stands bare's forward_backward.
 
 Methods: lora-qv is PEFT's LoRA r 8 on q, v; lora-all on all linear maps (q, k, v, o, gate, up,
-down: HIMALAYA's layers); lora-same on q, k, v, o, down. Both
-are measured beside HIMALAYA in the same rounds: `of_lora_same`, `of_lora_all`. A round visits bare
-and the method (beside HIMALAYA these two as well) in random order on identical inputs; collection
-of garbage is off. Ratios: `median_of_ratios` over rounds and `ratio_of_medians`, 95 % interval of a
+down: HIMALAYA's layers), measured beside HIMALAYA in the same rounds: `of_lora_all`. A round visits
+bare and the method (beside HIMALAYA this one as well) in random order on identical inputs;
+collection of garbage is off. Ratios: `median_of_ratios` over rounds and `ratio_of_medians`, 95 % interval of a
 bootstrap over rounds. Process time on a CPU, wall on a GPU; p50 and p99 of both clocks are told.
 Peak memory is that of a process of its own for each method (VmHWM, without the size that a parent
 leaves in ru_maxrss). FLOPs are those of matrix products that FlopCounterMode counts; int8 products
@@ -68,17 +67,17 @@ from himalaya_hest.workshop.measuring import (
 
 LAYERS = {128: 4, 256: 4, 512: 4, 1024: 4} # 1 x 128 tokens stay far below half a second on one thread
 VOCABULARY, INSTRUCTION, ANSWER, ROWS, MANY = 2048, 8, 8, 4, 10**6
-BLOCKS, SAME = dict(scope="blocks"), ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+BLOCKS, ALL = dict(scope="blocks"), ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
+    "down_proj"]
 METHODS = {"lora-qv": ("lora", {}),
-    "lora-all": ("lora", dict(target_modules=[*SAME, "gate_proj", "up_proj"])),
-    "lora-same": ("lora", dict(target_modules=SAME)), "vera": ("vera", {}), "ia3": ("ia3", {}),
+    "lora-all": ("lora", dict(target_modules=ALL)), "vera": ("vera", {}), "ia3": ("ia3", {}),
     "himalaya": ("himalaya", {}), "lora-bank": ("lora-bank", {}),
     "reft": ("reft", {}), "lilac": ("lilac", dict(budget_mb=None)), "coltas": ("coltas", {}),
     "glodis": ("glodis", {}), "olora": ("olora", {}), "gpm-lora": ("gpm-lora", {}),
     "lora-masked": ("lora-masked", {}), "hest-blocks": ("hest", BLOCKS),
     "hest-directions": ("hest", dict(scope="directions")),
     "tabs": ("tabs", dict(scope="directions")), "bhsp": ("bhsp", dict(scope="directions"))}
-BESIDE = {"himalaya": ["lora-same", "lora-all"]} # what is visited in the same rounds, beside bare
+BESIDE = {"himalaya": ["lora-all"]} # what is visited in the same rounds, beside bare
 WORKLOADS = ("forward", "generation", "training")
 FORWARD, GENERATION, TRAINING = ("forward",), ("prefill", "decode_first", "decode"), (
     "forward_backward", "training_step")

@@ -90,7 +90,7 @@ class TaskCores(nn.Module):
     def __init__(self,
         sites: list, # Places: name, d_in, d_out
         r: int = 16, # directions of a task
-        R: int = 64, # coordinates
+        R: int = 256, # coordinates
         gamma: float = 4., # bound of ‖ΔW‖ at every site
         bits: int = 4, # of a kept number
         seed: int = 0, # of the frames
