@@ -157,6 +157,16 @@ def task_factors(
                   for frames, v in ((cores.frames_in, q), (cores.frames_out, d)))
     return TaskFactors(read, [C.mT @ w for C, w in zip(core.unbind(1), wide)])
 
+# %% ../../nbs/himalaya/02_task_cores.ipynb #a8e886c7
+@patch
+def rows(self: TaskFactors,
+    which: Tensor, # (b,) of these tasks
+    acts: Tensor, # (b,) 1 where it acts, 0 where nothing does
+) -> TaskFactors: # of b sequences
+    "For each sequence the factors of its task."
+    acts = acts[:, None, None]
+    return TaskFactors([w[which] for w in self.read], [acts * w[which] for w in self.write])
+
 # %% ../../nbs/himalaya/02_task_cores.ipynb #3e5eabc4
 def batch_update(
     of: TaskFactors, # of u tasks

@@ -194,7 +194,9 @@ def task_route(
     weight = torch.nn.functional.one_hot(which, len(chosen)).to(e) * acts[:, None]
     if len(chosen) == 1 and (task := int(chosen)) < len(cores.finished):
         return batch_update(cores.widened(task), weight)
-    return task_update(cores, _numbers(core, chosen), weight)
+    of = task_factors(cores, _numbers(core, chosen))
+    # few tasks among many sequences: the factors of all for each; else each has its own alone
+    return batch_update(of, weight) if 2 * len(chosen) <= len(e) else of.rows(which, acts)
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #4ab9452c
 class HimalayaHooks(StreamHooks):
@@ -354,6 +356,11 @@ def set_task(self: HimalayaModel,
         known = ", ".join(task_names(core)) or "none"
         raise ValueError(f"no task has the name {name!r}; this adapter has {known}")
     core.set_by_hand = place
+
+@patch(as_prop=True)
+def finds_tasks(self: HimalayaModel) -> bool:
+    "Does the active adapter find a prompt's task by itself? Else `set_task` has to name it."
+    return self.core().router.content.k > 0
 
 @patch
 def task_names(self: HimalayaModel, adapter_name: str | None = None) -> list[str]:
