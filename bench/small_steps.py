@@ -11,7 +11,7 @@ all methods in random order: copies, forward and backward, hooks, clipping and o
 time. Ratios are medians over rounds with the 95 % interval of a bootstrap over rounds. What a task
 costs at its start and its end (`once`) is one measurement, over one batch where a run takes
 several. "Same sites": lora-same is LoRA-8 on all seven
-projections, where HIMALAYA and the bank of rank 1 are. Rates are next to zero, so that all steps start alike.
+projections, where HIMALAYA is, lora-o on o, where the bank of rank 1 is. Rates are next to zero, so that all steps start alike.
 """
 import argparse
 import copy
@@ -34,15 +34,16 @@ from himalaya_hest.streams.tokenised import materialise
 from himalaya_hest.workshop.measuring import (
     called, circumstances, keep_memory, ratio, spread, write_record)
 
-QV, SAME = ["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
-    "up_proj", "down_proj"]
+QV, O, SAME = ["q_proj", "v_proj"], ["o_proj"], ["q_proj", "k_proj", "v_proj", "o_proj",
+    "gate_proj", "up_proj", "down_proj"]
 EWC = dict(n_examples=8) # of the first task: only its penalty is timed
 METHODS = { # name → adapter, preset, fields, LoRA on the same sites
     "lora-qv": ("lora", "default", dict(target_modules=QV), None),
+    "lora-o": ("lora", "default", dict(target_modules=O), None),
     "lora-same": ("lora", "default", dict(target_modules=SAME), None),
     "himalaya": ("himalaya", "default", {}, "lora-same"),
     "lora-bank-wide": ("lora-bank", "default", dict(r=8, target_modules=QV), "lora-qv"),
-    "lora-bank": ("lora-bank", "default", {}, "lora-same"),
+    "lora-bank": ("lora-bank", "default", {}, "lora-o"),
     "lora-masked+ewc": ("lora-masked+ewc", "default", {}, "lora-qv"),
     "olora": ("olora", "default", {}, "lora-qv"),
     "lora+ewc": ("lora+ewc", "default", {}, "lora-qv"),
