@@ -1,0 +1,108 @@
+"""A prompt that the last blocks read as keys and values alone: time of its pass, and the loss of
+right answers, for a few numbers of such blocks, before training and after training with as many.
+
+    OMP_NUM_THREADS=1 python bench/shallow_prompt.py model=FOLDER source=local data_dir=FOLDER dtype=bfloat16
+
+The model is the bare backbone of scale `small`; a LoRA (r = 8 on q and v, rate 3e-3) is trained for
+--steps of --batch rows on the task's training rows, the same rows and start for each number. Loss is
+nats a target token over --rows rows of the training file that are not trained on; differences to no such block are means over rows,
+with the 95 % interval of a bootstrap over rows. A pass over a prompt is timed as `generate` makes
+it, with a cache, numbers in turns at each prompt: process time over that of no such block.
+"""
+import copy
+import random
+import tempfile
+from pathlib import Path
+from time import process_time
+
+import numpy as np
+import torch
+from acceptance import arguments, begun
+from peft import LoraConfig, get_peft_model
+
+from himalaya_hest.hest.shallow_prompt import shallow_prompt
+from himalaya_hest.measures.statistics import bca_interval
+from himalaya_hest.streams.batching import Collator, TaskLoader
+from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
+
+
+def losses(model, m, rows):
+    "Nats a target token of each row."
+    out = []
+    for row in rows:
+        ids, labels = (torch.tensor([row[k]]) for k in ("input_ids", "labels"))
+        with torch.no_grad(), shallow_prompt(model, m):
+            logits = model(input_ids=ids, labels=labels).logits[0, :-1].float()
+        out.append(float(torch.nn.functional.cross_entropy(logits, labels[0, 1:], ignore_index=-100)))
+    return np.array(out)
+
+
+def trained(model, m, batches):
+    "A LoRA that learned with prompts read so."
+    torch.manual_seed(0)
+    model = get_peft_model(copy.deepcopy(model), LoraConfig(
+        task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=3e-3, weight_decay=0.)
+    model.train()
+    for k, batch in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - k / len(batches))
+        with shallow_prompt(model, m):
+            loss = model(**{n: batch[n] for n in ("input_ids", "attention_mask", "labels")}).loss
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(f"{m} blocks: step {k + 1} of {len(batches)}", end="\r", flush=True)
+    return model.eval()
+
+
+def prompt_times(model, numbers, prompts):
+    "Process time of each prompt's pass, by number of blocks."
+    found, dice = {m: [] for m in numbers}, random.Random(0)
+    for k, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt["input_ids"]])
+        for m in dice.sample(numbers, len(numbers)):
+            with torch.no_grad(), shallow_prompt(model, m):
+                start = process_time()
+                model(input_ids=ids, use_cache=True, logits_to_keep=1)
+                if k: found[m].append(process_time() - start)
+    return found
+
+
+def beside(values, plain):
+    d = values - plain
+    between = bca_interval(d) if np.ptp(d) else (float(d[0]),) * 2
+    return dict(mean=float(values.mean()), less_plain=[float(d.mean()), *between])
+
+
+def main():
+    parser = arguments(__doc__)
+    parser.add_argument("--blocks", type=int, nargs="+", default=[0, 1, 6, 12])
+    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=60, help="whose loss is measured")
+    parser.add_argument("--prompts", type=int, default=16, help="that are timed")
+    parser.add_argument("--out", type=Path, default="records/bench/shallow_prompt.json")
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        run, model = begun(a, folder)
+        found = {}
+        for name in run.order:
+            data = run.data[name]
+            rows, n = data.train.to_list(), a.steps * a.batch
+            rows, held = rows[:n], rows[n:n + a.rows]
+            batches = list(TaskLoader(rows, Collator(run.tokenizer), a.batch, seed=0))
+            times = prompt_times(model, a.blocks, data.evaluation.prompts[:a.prompts + 1])
+            before = {m: losses(model, m, held) for m in a.blocks}
+            after = {m: losses(trained(model, m, batches), m, held) for m in a.blocks if m != 1}
+            found[name] = {str(m): dict(
+                prompt_time=ratio(times[m], times[0]), prompt_ms=1e3 * float(np.median(times[m])),
+                untrained=beside(before[m], before[0]),
+                **(dict(trained=beside(after[m], after[0])) if m in after else {}))
+                for m in a.blocks}
+            print(name, found[name], flush=True)
+        layers, dtype = model.config.num_hidden_layers, str(model.dtype).removeprefix("torch.")
+    write_record(a.out, circumstances(called(__file__), "cpu") | dict(
+        dtype=dtype, n_blocks=layers, steps=a.steps, batch=a.batch, rows=a.rows, tasks=found))
+
+
+if __name__ == "__main__": main()
