@@ -20,7 +20,7 @@ import torch
 from acceptance import arguments, begun
 from peft import LoraConfig, get_peft_model
 
-from himalaya_hest.hest.shallow_prompt import shallow_prompt
+from himalaya_hest.hest.prompt_blocks import shallow_prompt
 from himalaya_hest.measures.statistics import bca_interval
 from himalaya_hest.streams.batching import Collator, TaskLoader
 from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record

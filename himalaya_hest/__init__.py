@@ -47,7 +47,7 @@ _NAMES = { # module → what it gives to the face
     "hest.leniency": "learn_leniency",
     "hest.pass_budget": "pass_costs",
     "hest.passes": "fewer_passes",
-    "hest.shallow_prompt": "shallow_prompt",
+    "hest.prompt_blocks": "shallow_prompt",
     "adapters.names": "adapter_names",
     "adapters.registry": "adapter_table build_adapter",
     "measures.energy": "find_meter",

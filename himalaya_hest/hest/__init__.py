@@ -22,5 +22,5 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.hest", {
     "leniency": "learn_leniency",
     "pass_budget": "PassCosts pass_costs",
     "passes": "fewer_passes",
-    "shallow_prompt": "shallow_prompt",
+    "prompt_blocks": "shallow_prompt",
 })
