@@ -73,6 +73,7 @@ def shallow_prompt(
     if not 0 <= n_blocks < len(layers):
         raise ValueError(f"n_blocks must lie in 0 to {len(layers) - 1}, one below the model's blocks, got {n_blocks}")
     told = dict(full_depth=None)
+    # the blocks themselves are not told the labels
     def look(module, args, named):
         labels = named.get("labels")
         told["full_depth"] = None if labels is None else full_depth(labels)
