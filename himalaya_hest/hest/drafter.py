@@ -6,7 +6,6 @@
 __all__ = ['Drafted', 'Drafting', 'two_largest', 'Drafter', 'Lenient', 'Ends', 'cut_at']
 
 # %% ../../nbs/hest/18b_drafter.ipynb #92f96162
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import inf, log
 
@@ -17,7 +16,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
-from .acceptance import Acceptance, chosen_draft, shipped_acceptance
+from .acceptance import Acceptance, chosen_draft
 from .drafts import AnswerTable, both_guesses, Lookup
 from .pass_budget import PassCosts, Spending
 

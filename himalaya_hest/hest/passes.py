@@ -16,10 +16,10 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.utils import ModelOutput
 
-from .acceptance import Acceptance, COSTS, shipped_acceptance
+from .acceptance import Acceptance, shipped_acceptance
 from .drafter import cut_at, Drafted, Drafter, Drafting, Ends, Lenient
 from .drafts import AnswerTable
-from .pass_budget import PassCosts
+from .pass_budget import PassCosts, SHIPPED_COSTS
 
 # %% ../../nbs/hest/19_passes.ipynb #32cb838f
 # what assisted generation cannot keep to, or does otherwise than plain generation; None: whatever it is
@@ -123,7 +123,7 @@ def fewer_passes(
     model: nn.Module, # a causal language model of Transformers, with an adapter or without
     table: AnswerTable | None = None, # of training answers; None: drafts are copies alone
     acceptance: Acceptance | None = None, # None: the one that the package brings
-    costs: PassCosts | tuple[float, ...] = COSTS, # for instance `pass_costs(model)`
+    costs: PassCosts | tuple[float, ...] = SHIPPED_COSTS, # for instance `pass_costs(model)`
     energy_budget: float = 1., # plain passes over one token that a token may cost; below 1: `lossy`
     credit: float = 1., # that an answer may cost beyond that
     cap: float = inf, # that an answer may cost at all, its prompt left out
@@ -178,6 +178,8 @@ def leniency_for(
             f"energy_budget {energy_budget} is below 1, and no answer that nobody guesses can be said "
             "for less: give lossy=learn_leniency(model, prompts), and drafts that the model finds "
             "nearly likeliest stand as well; or give 1 and more, where every prefix keeps it")
+    if wrong := [e for e in lossy if not 0 < e <= 1]:
+        raise ValueError(f"lossy has the ε {wrong[0]}, expected shares above 0 and up to 1")
     # the strictest first, which costs most
     known = sorted(lossy.items(), reverse=True)
     if energy_budget >= known[0][1]: return known[0][0]
