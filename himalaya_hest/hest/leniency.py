@@ -23,7 +23,7 @@ def learn_leniency(
     epsilons: tuple[float, ...] = (1., .7, .5, .3, .2, .1),
     **how, # of `fewer_passes`: table, acceptance, costs
 ) -> dict[float, float]: # ε → plain passes that a token costs in the mean; `json` can hold it
-    "Answer the prompts at each ε and count. `ValueError` without prompts."
+    "What leniency with drafts saves: the prompts are answered at each ε. `ValueError` without any."
     prompts, found = list(prompts), {}
     if not prompts: raise ValueError("learn_leniency needs prompts, got none")
     for epsilon in waiting(epsilons, "answering at each leniency"):

@@ -58,7 +58,7 @@ def pass_costs(
     contexts: tuple[int, ...] = (64, 512), # tokens before it
     rounds: int = 5,
 ) -> PassCosts:
-    "Measure it: process time, on a GPU the wall between synchronisations."
+    "What passes of a model cost, measured: process time, on a GPU the wall between synchronisations."
     device, rows = next(model.parameters()).device, []
     clock = clock_of(device)
     for context in contexts:

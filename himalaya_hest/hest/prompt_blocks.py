@@ -62,9 +62,9 @@ def shallow_prompt(
     model: nn.Module, # a causal language model of READABLE, with an adapter or without
     n_blocks: int, # the last ones, which read a prompt as keys and values alone
 ) -> Iterator[None]:
-    """Until the block ends, a prompt is read so in `generate`, and in a forward with `labels`; one
-    without labels and without a cache is as ever. `ValueError` for another architecture, and for
-    more blocks than leave one."""
+    """Read a prompt with the last blocks as keys and values alone, until the block ends: in `generate`
+    and in a forward with `labels`; one without labels and without a cache is as ever. `ValueError`
+    for another architecture, and for more blocks than leave one."""
     inner = language_model(model)
     kind = inner.config.model_type
     if kind not in READABLE:
