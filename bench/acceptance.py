@@ -30,7 +30,7 @@ SHIPPED = Path("himalaya_hest/data/acceptance.json")
 
 
 def arguments(doc):
-    "What this and `passes.py` are told alike."
+    "What this, `passes.py` and `shallow_prompt.py` are told alike."
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parameters", nargs="*", help="of a run, as name=value")

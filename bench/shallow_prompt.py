@@ -1,12 +1,13 @@
-"""A prompt that the last blocks read as keys and values alone: time of its pass, and the loss of
+r"""A prompt that the last blocks read as keys and values alone: time of its pass, and the loss of
 right answers, for a few numbers of such blocks, before training and after training with as many.
 
-    OMP_NUM_THREADS=1 python bench/shallow_prompt.py model=FOLDER source=local data_dir=FOLDER dtype=bfloat16
+    OMP_NUM_THREADS=1 python bench/shallow_prompt.py model=FOLDER source=local data_dir=FOLDER \
+        dtype=bfloat16
 
 The model is the bare backbone of scale `small`; a LoRA (r = 8 on q and v, rate 3e-3) is trained for
---steps of --batch rows on the task's training rows, the same rows and start for each number. Loss is
-nats a target token over --rows rows of the training file that are not trained on; differences to no such block are means over rows,
-with the 95 % interval of a bootstrap over rows. A pass over a prompt is timed as `generate` makes
+--steps of --batch rows of the task's training rows, the same and from one start for each number.
+Loss is nats a target token over --rows rows of the training file that are not trained on;
+differences to no such block are means over rows, with the 95 % BCa interval over rows. A pass over a prompt is timed as `generate` makes
 it, with a cache, numbers in turns at each prompt: process time over that of no such block.
 """
 import copy
@@ -33,7 +34,7 @@ def losses(model, m, rows):
         ids, labels = (torch.tensor([row[k]]) for k in ("input_ids", "labels"))
         with torch.no_grad(), shallow_prompt(model, m):
             logits = model(input_ids=ids, labels=labels).logits[0, :-1].float()
-        out.append(float(torch.nn.functional.cross_entropy(logits, labels[0, 1:], ignore_index=-100)))
+        out.append(float(torch.nn.functional.cross_entropy(logits, labels[0, 1:])))
     return np.array(out)
 
 

@@ -10,8 +10,8 @@ projections of earlier tasks act. A round gives the same eight rows to
 all methods in random order: copies, forward and backward, hooks, clipping and optimiser, process
 time. Ratios are medians over rounds with the 95 % interval of a bootstrap over rounds. What a task
 costs at its start and its end (`once`) is one measurement, over one batch where a run takes
-several. "Same sites": lora-same is LoRA-8 on all seven
-projections, where HIMALAYA is, lora-o on o, where the bank of rank 1 is. Rates are next to zero, so that all steps start alike.
+several. "Same sites": lora-same is LoRA-8 on all seven projections, where HIMALAYA is, lora-o on o,
+where the bank of rank 1 is. Rates are next to zero, so that all steps start alike.
 """
 import argparse
 import copy

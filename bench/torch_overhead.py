@@ -24,8 +24,8 @@ rate is next to zero, so all steps start alike); beside it stands bare's forward
 Methods: lora-qv is PEFT's LoRA r 8 on q, v; lora-all on all linear maps (q, k, v, o, gate, up,
 down: HIMALAYA's layers), measured beside HIMALAYA in the same rounds: `of_lora_all`. A round visits
 bare and the method (beside HIMALAYA this one as well) in random order on identical inputs;
-collection of garbage is off. Ratios: `median_of_ratios` over rounds and `ratio_of_medians`, 95 % interval of a
-bootstrap over rounds. Process time on a CPU, wall on a GPU; p50 and p99 of both clocks are told.
+collection of garbage is off. Ratios: `median_of_ratios` over rounds and `ratio_of_medians`, 95 %
+interval of a bootstrap over rounds. Process time on a CPU, wall on a GPU; p50 and p99 of both clocks are told.
 Peak memory is that of a process of its own for each method (VmHWM, without the size that a parent
 leaves in ru_maxrss). FLOPs are those of matrix products that FlopCounterMode counts; int8 products
 of gated blocks are not among them.

@@ -6,7 +6,7 @@
 __all__ = ['Drafted', 'Drafting', 'two_largest', 'Drafter', 'Lenient', 'Ends', 'cut_at']
 
 # %% ../../nbs/hest/18b_drafter.ipynb #92f96162
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf, log
 
 import torch
@@ -18,7 +18,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from .acceptance import Acceptance, chosen_draft
 from .drafts import AnswerTable, both_guesses, Lookup
-from .pass_budget import PassCosts, Spending
+from .pass_budget import Spending
 
 # %% ../../nbs/hest/18b_drafter.ipynb #dd7d2923
 @dataclass
@@ -67,15 +67,8 @@ class Drafting:
     "By what drafts are made and chosen, and what an answer may cost."
     table: AnswerTable | None # of training answers; None: drafts are copies alone
     acceptance: Acceptance
-    costs: PassCosts
-    energy_budget: float = 1.
-    credit: float = 1.
-    cap: float = inf
+    spending: Spending # of an answer before its prompt is read
     epsilon: float = 1. # least probability of a draft that stands, over that of the likeliest token
-    def answer(self,
-        n: int, # tokens of the prompt
-    ) -> Spending:
-        return Spending(self.costs, self.energy_budget, self.credit, self.cap, n)
 
 # %% ../../nbs/hest/18b_drafter.ipynb #7017a6df
 def two_largest(
@@ -94,8 +87,8 @@ class Drafter(CandidateGenerator):
     ):
         self.text, self.drafting, self.ends = Lookup(), drafting, set(ends)
         self.max_length, self.n_prompt = max_length, prompt.shape[1]
-        self.answer = drafting.answer(self.n_prompt)
-        self.told = Drafted(prompt=drafting.costs.prompt_token * self.n_prompt)
+        self.answer = replace(drafting.spending, context=self.n_prompt)
+        self.told = Drafted(prompt=self.answer.costs.prompt_token * self.n_prompt)
         # of the last token: the model's two largest probabilities, and what was guessed for it
         self.sure, self.firsts, self.guess = None, set(), []
         self.text.extend(prompt[0].tolist())
@@ -159,11 +152,11 @@ class Ends(StoppingCriteria):
     "Where an answer ends beside its end token."
     def __init__(self,
         criteria: list, # of the caller
-        calls: list[Drafter], # the last one is asked
     ):
-        self.criteria, self.calls, self.end = StoppingCriteriaList(criteria), calls, None
+        self.criteria, self.end = StoppingCriteriaList(criteria), None
+        self.drafter = None # of this answer, once it has begun
     def __call__(self, input_ids, scores, **kwargs):
-        drafter, n = self.calls[-1], input_ids.shape[1]
+        drafter, n = self.drafter, input_ids.shape[1]
         for end in range(len(drafter.text.ids) + 1, n + 1) if self.criteria else ():
             seen = scores and scores[:end - drafter.n_prompt]
             if self.criteria(input_ids[:, :end], seen, **kwargs).all(): self.end = end; break

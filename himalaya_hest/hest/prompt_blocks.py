@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .passes import language_model
+from .passes import in_place_of, language_model
 
 # %% ../../nbs/hest/21_prompt_blocks.ipynb #7df5f461
 def full_depth(
@@ -77,10 +77,8 @@ def shallow_prompt(
     def look(module, args, named):
         labels = named.get("labels")
         told["full_depth"] = None if labels is None else full_depth(labels)
-    changed = list(layers[len(layers) - n_blocks:])
-    hook = inner.register_forward_pre_hook(look, with_kwargs=True)
-    for layer in changed: layer.__dict__["forward"] = _shallow(layer, told)
-    try: yield
-    finally:
-        hook.remove()
-        for layer in changed: del layer.__dict__["forward"]
+    with contextlib.ExitStack() as until:
+        until.callback(inner.register_forward_pre_hook(look, with_kwargs=True).remove)
+        for layer in layers[len(layers) - n_blocks:]:
+            until.enter_context(in_place_of(layer, forward=_shallow(layer, told)))
+        yield

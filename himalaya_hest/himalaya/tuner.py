@@ -191,12 +191,12 @@ def task_route(
         q, d, small = _numbers(core, tasks)
         return task_factors(cores, (q, d, small * acts[:, None, None, None]))
     chosen, which = tasks.unique(return_inverse=True)
+    kept = len(chosen) == 1 and int(chosen) < len(cores.finished)
+    of = cores.widened(int(chosen)) if kept else task_factors(cores, _numbers(core, chosen))
+    # many tasks: each sequence has the factors of its own; else all have those of the few
+    if 1 < len(chosen) and 2 * len(chosen) > len(e): return of.rows(which, acts)
     weight = torch.nn.functional.one_hot(which, len(chosen)).to(e) * acts[:, None]
-    if len(chosen) == 1 and (task := int(chosen)) < len(cores.finished):
-        return batch_update(cores.widened(task), weight)
-    of = task_factors(cores, _numbers(core, chosen))
-    # few tasks among many sequences: the factors of all for each; else each has its own alone
-    return batch_update(of, weight) if 2 * len(chosen) <= len(e) else of.rows(which, acts)
+    return batch_update(of, weight)
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #4ab9452c
 class HimalayaHooks(StreamHooks):

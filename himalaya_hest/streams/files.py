@@ -14,8 +14,8 @@ import re
 from array import array
 from bisect import bisect_right
 from pathlib import Path
-from ..ground.spelling import nearest
 
+from ..ground.spelling import nearest
 
 # %% ../../nbs/streams/06_files.ipynb #b2eedbb1
 MAX_LINE_BYTES = 2 ** 23

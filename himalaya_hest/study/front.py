@@ -146,7 +146,8 @@ def front_verdict(
     records: list[dict], # of one main comparison
 ) -> str: # for the first screen
     "HIMALAYA beside both banks, in a few words."
-    rows = [paired_lines(records)[m] for m in (WIDE, "lora-bank")]
+    lines = paired_lines(records)
+    rows = [lines[m] for m in (WIDE, "lora-bank")]
     over, end = ([_how(r[low], r[high]) for r in rows] for low, high in (
         ("95 % from", "to"), ("rows from", "rows to")))
     if over == end: return f"{_banks(*over)}, over the stream and at its end"

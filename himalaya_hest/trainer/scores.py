@@ -67,11 +67,14 @@ def asked_as(
     name: str, # of a task
 ):
     "Inside, an adapter that finds no task by itself takes this one."
-    tuner = adapter.tuner
-    if getattr(tuner, "finds_tasks", True): yield; return
-    tuner.set_task(name)
+    if _finds_tasks(adapter): yield; return
+    core = adapter.tuner.core()
+    before = core.set_by_hand
+    adapter.tuner.set_task(name)
     try: yield
-    finally: tuner.set_task(None)
+    finally: core.set_by_hand = before
+
+def _finds_tasks(adapter): return getattr(adapter.tuner, "finds_tasks", True)
 
 # %% ../../nbs/trainer/03_scores.ipynb #c111f6ba
 def scores_of(
@@ -93,7 +96,7 @@ def scores_of(
     return {t.name: out[t.name] for t in tasks}
 
 def _asked_together(adapter, tasks): # all, where the adapter finds the task of each prompt
-    return [tasks] if getattr(adapter.tuner, "finds_tasks", True) else [[t] for t in tasks]
+    return [tasks] if _finds_tasks(adapter) else [[t] for t in tasks]
 
 def _asking(tokenizer, chats): return with_chat_template(tokenizer) if chats else tokenizer
 def _chance(task): return chance_level(task.metric, task.labels, task.references)
