@@ -18,5 +18,5 @@ def nearest(
     "The nearest known name, as a question."
     word, known = str(word), [str(k) for k in known]
     close = ([k for k in known if len(word) > 2 and k.startswith(word)]
-             or difflib.get_close_matches(word, known, n=1, cutoff=.4))
+             or difflib.get_close_matches(word, known, n=1, cutoff=.5))
     return f"; did you mean {close[0]!r}?" if close else otherwise
