@@ -1,44 +1,56 @@
-"""Generation with fewer passes over the weights: process time and passes a token, prompt by prompt,
-of plain `generate`, of Transformers' own prompt lookup, of fixed rules (a copy, else the table, k
-tokens each time), and of `fewer_passes`: with a table of the task's training answers, without one,
-with one of another task, without the bound on prefixes, and lenient with drafts.
+"""Generation with fewer passes over the weights, studied on a real model: each arm answers the same
+prompts, in turns at each prompt, and its process time is divided by plain generation's.
 
-    OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER
     OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER dtype=bfloat16
+    OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER dtype=bfloat16 \
+        --steps 0 --seeds 1 --prompts 16
 
-Arms take turns in random order at each prompt, after one prompt that is not counted. The model is
-the bare backbone of scale `small`, prompts are validation rows of --tasks, answers are greedy and
-end where the task says. Ratios are medians over prompts of time over that of plain generation,
-with the 95 % interval of a bootstrap over prompts, `token_time` of time a token, for answers may
-be of other lengths; `same` is the share of prompts with plain
-generation's text, `rouge_l` is to the references and `to_plain` to plain generation's texts.
-`against_rule` is time over that of the best fixed rule, the best of those that were measured.
-Tables are of the references of training rows, and what a pass costs is measured first.
+For each of --seeds seeds and each of --tasks a LoRA (r = 8 on q and v, rate 3e-3) learns --steps
+steps of --batch training rows and is merged; the controller is fitted on greedy answers to --answers
+further training rows, and on the same answers fixed rules (a copy, else the table, so many tokens
+each time) are replayed, of which only the cheapest is measured. Tables are of the references of all
+training rows. The --prompts last validation rows are dealt to the seeds in turn; arms that are no
+plain generation, lookup, rule or `passes` have only --few of them. What a killed call has measured
+stays in --work, and the same call goes on; the record is of all that is there.
+
+Ratios are medians over prompts, with the 95 % interval of a bootstrap over prompts: `time` of whole
+answers, `token_time` of a token, since answers may be of other lengths. `same` is the share of
+plain generation's text; where it is another, `gap` is by how much the logits of the token of
+the plain text at the first difference and its own differ, in spacings of bfloat16 (or of the type
+the model is held in) between numbers as large as its logits, by one pass over the text.
+`s_per_right` is time over the sum of scores, `nll` what the model itself thinks of the text.
 """
 import contextlib
+import json
+import math
 import random
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from time import process_time
 
+import numpy as np
 import torch
-from acceptance import arguments, begun
+from acceptance import answers_of, arguments, begun, examples, joined
+from safetensors.torch import load_file, save_file
+from shallow_prompt import trained
 
-from himalaya_hest.hest.acceptance import Acceptance
+from himalaya_hest.hest.acceptance import Acceptance, chosen_draft, learn_acceptance
 from himalaya_hest.hest.drafter import Drafted
-from himalaya_hest.hest.drafts import learn_table
-from himalaya_hest.hest.pass_budget import pass_costs
+from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
+from himalaya_hest.hest.pass_budget import PassCosts, pass_costs
 from himalaya_hest.hest.passes import fewer_passes
 from himalaya_hest.measures.text import get_metric
-from himalaya_hest.streams.batching import stop_ids
+from himalaya_hest.running.loop import final_tasks
+from himalaya_hest.streams.batching import Collator, TaskLoader, prompt_row, stop_ids
 from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
 
-PLAIN, LOOKUP, UNBOUNDED = "plain", "prompt_lookup_num_tokens", 1e9
-RULES = {f"fixed rule, {k}": k for k in (2, 4)}
+PLAIN, LOOKUP, RULE, PASSES = "plain", "prompt_lookup_num_tokens", "fixed rule", "passes"
+ALL_ROWS = PLAIN, LOOKUP, RULE, PASSES
+EPSILONS, WIDTHS, UNBOUNDED = (.5, .2, .05), range(1, 7), 1e9
 
 
-def answers_of(data):
+def references(data):
     "Token ids of a task's training answers, each behind the last three tokens of its prompt."
     rows = data.train.to_list()
     return [[i for i, l in zip(r["input_ids"], r["labels"]) if l == -100][-3:]
@@ -46,28 +58,87 @@ def answers_of(data):
 
 
 def certain():
-    "A controller that is sure of every draft."
+    "A controller that is sure of every draft: the longest is checked, of two the copy."
     acceptance = Acceptance().requires_grad_(False)
     acceptance.hidden.weight.zero_(), acceptance.out.bias.fill_(99.)
     return acceptance
 
 
-def ways_of(table, other, costs):
+def rule(k, table): # with free tokens the longest draft is best: a rule in place of a controller
+    return dict(table=table, acceptance=certain(), costs=(1.,) * (k + 1), energy_budget=UNBOUNDED)
+
+
+def replayed(answers, table, k, costs):
+    "What a fixed rule spends on answers that are known, in passes a token."
+    sure, spent = certain(), 0.
+    for prompt, answer, _ in answers:
+        text, i = Lookup(), 1
+        text.extend(prompt + answer[:1])
+        while i < len(answer):
+            guess = chosen_draft(both_guesses(text, table, k), sure, (1.,) * (k + 1), (.5, .4), False)
+            stood = next((j for j, (a, b) in enumerate(zip(guess, answer[i:])) if a != b),
+                min(len(guess), len(answer) - i))
+            spent += costs.at(len(text.ids))[len(guess)]
+            text.extend(answer[i:i + stood + 1])
+            i += stood + 1
+    return spent / sum(len(a) - 1 for _, a, _ in answers)
+
+
+def weights_of(a, run, model, name, seed, place):
+    "The backbone with a LoRA merged that has learned the task; from a file where it was learned."
+    file = place/"weights.safetensors"
+    if a.steps and not file.exists():
+        rows = run.data[name].train.to_list()[:a.steps * a.batch]
+        batches = list(TaskLoader(rows, Collator(run.tokenizer), a.batch, seed=seed))
+        merged = trained(model, 0, batches, seed).merge_and_unload()
+        changed = {n: p for n, p in merged.state_dict().items() if "q_proj" in n or "v_proj" in n}
+        save_file(changed, place/"part.safetensors")
+        (place/"part.safetensors").replace(file)
+    return load_file(file) if a.steps else {}
+
+
+def fitted(a, run, model, name, seed, table, costs, place):
+    "Controller and fixed rules, from answers to training rows that were not trained on."
+    file = place/"fitted.json"
+    if not file.exists():
+        rows = run.data[name].train.to_list()[a.steps * a.batch:][:a.answers]
+        answers = answers_of(model, run.tokenizer, list(map(prompt_row, rows)), a.new_tokens)
+        answers = [x for x in answers if len(x[1]) > 1]
+        controller = learn_acceptance(*joined(examples(answers)), seed=seed) if answers else None
+        # the table holds references, and no answer of the model
+        by = {kind: {k: replayed(answers, t, k, costs) if answers else 1. for k in WIDTHS}
+              for kind, t in dict(table=table, copies=None).items()}
+        state = {n: w.tolist() for n, w in controller.state_dict().items()} if controller else None
+        write(file, dict(controller=state, replayed=by, rules={
+            kind: min(found, key=found.get) for kind, found in by.items()}))
+    kept = json.loads(file.read_text())
+    if kept["controller"]:
+        controller = Acceptance()
+        controller.load_state_dict({n: torch.tensor(w) for n, w in kept["controller"].items()})
+        kept["controller"] = controller.requires_grad_(False).eval()
+    return kept
+
+
+def write(path, value):
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value)); part.replace(path)
+
+
+def ways_of(table, other, costs, kept):
     "What `fewer_passes` is told by each arm; plain generation and Transformers' own are told else."
-    bounded = dict(table=table, costs=costs)
-    ways = {PLAIN: None, LOOKUP: 4} | {
-        # with free tokens the longest draft is best: a rule in place of a controller
-        name: dict(table=table, acceptance=certain(), costs=(1.,) * (k + 1), energy_budget=UNBOUNDED)
-        for name, k in RULES.items()}
-    ways |= {"passes": bounded, "passes, copies alone": dict(costs=costs)}
-    if other: ways["passes, another task's table"] = dict(table=other, costs=costs)
-    ways["passes, no bound"] = bounded | dict(energy_budget=UNBOUNDED)
-    for e in (.5, .2, .05): ways[f"lossy, ε = {e}"] = bounded | dict(energy_budget=.5, lossy={e: .5})
+    bounded = dict(table=table, costs=costs, acceptance=kept["controller"])
+    rules = kept["rules"]
+    ways = {PLAIN: None, LOOKUP: 4, RULE: rule(rules["table"], table), PASSES: bounded,
+        "fixed rule, copies alone": rule(rules["copies"], None),
+        "passes, the controller that ships": dict(table=table, costs=costs)}
+    if other: ways["fixed rule, another task's table"] = rule(rules["table"], other)
+    for e in EPSILONS:
+        ways[f"lossy, ε = {e}"] = bounded | dict(energy_budget=.5, lossy={e: .5})
     return ways
 
 
-def timed(model, ids, n, ends, way, told):
-    "Process time of an answer, and its tokens."
+def timed(model, ids, n, ends, way):
+    "Process time of an answer, its tokens, and what was drafted."
     kw = dict(prompt_lookup_num_tokens=way) if isinstance(way, int) else {}
     drafting = isinstance(way, dict)
     with fewer_passes(model, **way) if drafting else contextlib.nullcontext(Drafted()) as counted:
@@ -75,63 +146,134 @@ def timed(model, ids, n, ends, way, told):
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
             max_new_tokens=n, pad_token_id=0, eos_token_id=ends, **kw)
         took = process_time() - start
-    told.add(counted)
-    return took, out[0, ids.shape[1]:].tolist()
+    return took, out[0, ids.shape[1]:].tolist(), asdict(counted)
 
 
-def measured(a, run, model, name, ways, dice):
-    "Times, texts and counts of all arms on one task's prompts."
-    times, texts, told = ({w: make() for w in ways} for make in (list, list, Drafted))
-    for k, prompt in enumerate(run.data[name].evaluation.prompts[:a.prompts + 1]):
-        for w in dice.sample(list(ways), len(ways)):
-            with torch.no_grad():
-                took, text = timed(model, torch.tensor([prompt["input_ids"]]), a.new_tokens,
-                    stop_ids(run.tokenizer), ways[w], told[w] if k else Drafted())
-            if k: times[w].append(took); texts[w].append(text)
-        print(f"{name}: {k} of {a.prompts} prompts", end="\r", flush=True)
-    return times, texts, told
+@torch.no_grad()
+def judged(model, prompt, text, plain):
+    "What the model thinks of a text: nats a token, and how it leaves the plain one."
+    ids = torch.tensor([prompt + text])
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1:-1].float()
+    nll = float(torch.nn.functional.cross_entropy(logits, ids[0, len(prompt):]))
+    i = next((i for i, (x, y) in enumerate(zip(text, plain)) if x != y), None)
+    if i is None: return dict(nll=nll)
+    at, most = logits[i], float(logits[i].abs().max())
+    # the spacing of numbers of that size in the model's type
+    step = torch.finfo(model.dtype).eps * 2. ** math.floor(math.log2(most))
+    return dict(nll=nll, gap=abs(float(at[plain[i]] - at[text[i]])) / step)
 
 
-def rouge_l(texts, references):
-    return get_metric("rouge_l")(texts, references)["score"]
+def asked_of(run, name): # all validation rows
+    return next(t for t in final_tasks(run) if t.name == name)
 
 
-def described(run, name, times, texts, told):
-    "The record of one task."
-    said = {w: run.tokenizer.batch_decode(t, skip_special_tokens=True) for w, t in texts.items()}
-    asked = run.data[name].evaluation.references[1:len(said[PLAIN]) + 1]
-    rule = min(RULES, key=lambda w: sum(times[w]))
-    plain = [(t,) for t in said[PLAIN]]
-    def a_token(w): return [t / len(x) for t, x in zip(times[w], texts[w])]
-    return dict(best_rule=rule, arms={w: dict(
-        time=ratio(times[w], times[PLAIN]), token_time=ratio(a_token(w), a_token(PLAIN)),
-        against_rule=ratio(times[w], times[rule]),
-        s=sum(times[w]), rouge_l=rouge_l(said[w], asked), to_plain=rouge_l(said[w], plain),
-        same=sum(x == y for x, y in zip(texts[w], texts[PLAIN])) / len(texts[w]),
-        **(asdict(told[w]) if told[w].passes else {})) for w in times})
+def measured(a, run, model, part, ways, file):
+    "A line of all arms for each prompt that has none yet."
+    name, seed = part
+    have = {json.loads(line)["row"] for line in file.open()} if file.exists() else set()
+    prompts, dice, ends = asked_of(run, name).prompts, random.Random(seed), stop_ids(run.tokenizer)
+    rows = list(range(seed, min(a.prompts, len(prompts)), a.seeds))
+    todo = [k for k in rows if k not in have]
+    for first, k in [(True, k) for k in todo[:1]] + [(False, k) for k in todo]:
+        few = rows.index(k) < math.ceil(a.few / a.seeds)
+        arms = [w for w in ways if few or w in ALL_ROWS]
+        prompt, found = prompts[k]["input_ids"], {}
+        for w in dice.sample(arms, len(arms)):
+            s, text, told = timed(model, torch.tensor([prompt]), a.new_tokens, ends, ways[w])
+            found[w] = dict(s=s, text=text, told=told)
+        # nothing is counted at the first prompt of a process
+        if first: continue
+        for w in arms: found[w] |= judged(model, prompt, found[w]["text"], found[PLAIN]["text"])
+        with file.open("a") as f: f.write(json.dumps(dict(row=k, prompt=len(prompt), arms=found)) + "\n")
+        print(f"{name}, seed {seed}: prompt {k}", end="\r", flush=True)
+
+
+def told_of(rows, w):
+    "What was drafted over all rows of an arm."
+    told = Drafted()
+    for r in rows: told.add(Drafted(**r["arms"][w]["told"]))
+    return {f.name: getattr(told, f.name) for f in fields(told)} if told.passes else {}
+
+
+def arm(run, asked, rows, w):
+    "One arm beside plain generation and the fixed rule, over the rows that have it."
+    rows = [r for r in rows if w in r["arms"]]
+    of = {x: [r["arms"][x] for r in rows] for x in (w, PLAIN, RULE)}
+    said = {x: run.tokenizer.batch_decode([o["text"] for o in of[x]], skip_special_tokens=True)
+            for x in (w, PLAIN)}
+    s = {x: np.array([o["s"] for o in of[x]]) for x in of}
+    def a_token(x): return [t / len(o["text"]) for t, o in zip(s[x], of[x])]
+    score = get_metric(asked.metric)(said[w], [asked.references[r["row"]] for r in rows])["score"]
+    other = [o["gap"] for o in of[w] if "gap" in o]
+    return dict(
+        rows=len(rows), time=ratio(s[w], s[PLAIN]), token_time=ratio(a_token(w), a_token(PLAIN)),
+        against_rule=ratio(s[w], s[RULE]), s=float(s[w].sum()),
+        percentiles_s=dict(zip(("p50", "p95", "p99"), np.percentile(s[w], (50, 95, 99)).tolist())),
+        score=score, s_per_right=float(s[w].sum()) / (score * len(rows)) if score else None,
+        to_plain=get_metric("rouge_l")(said[w], [(t,) for t in said[PLAIN]])["score"],
+        same=float(np.mean([o["text"] == p["text"] for o, p in zip(of[w], of[PLAIN])])),
+        nll=float(np.mean([o["nll"] for o in of[w]])),
+        gap=dict(differ=len(other), most=max(other, default=0.),
+                 within_one=sum(g <= 1 for g in other)),
+        **told_of(rows, w))
+
+
+def summary(a, run, work):
+    "The record of what has been measured."
+    out = {}
+    for name in run.order:
+        places = [p for s in range(a.seeds) if (p := work/f"{name}-s{s}"/"rows.jsonl").exists()]
+        rows = [json.loads(line) for p in places for line in p.open()]
+        if not rows: continue
+        ways = list(dict.fromkeys(w for r in rows for w in r["arms"]))
+        rules = [json.loads((p.parent/"fitted.json").read_text())["rules"] for p in places]
+        ways.sort(key=lambda w: ALL_ROWS.index(w) if w in ALL_ROWS else len(ALL_ROWS))
+        asked = asked_of(run, name)
+        out[name] = dict(metric=asked.metric, seeds=len(places), rules=rules,
+            prompt_tokens=float(np.median([r["prompt"] for r in rows])),
+            arms={w: arm(run, asked, rows, w) for w in ways})
+    return out
 
 
 def main():
     parser = arguments(__doc__)
-    parser.add_argument("--prompts", type=int, default=16, help="of each task")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=45, help="0: the bare backbone")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--answers", type=int, default=24, help="that a controller is fitted on")
+    parser.add_argument("--prompts", type=int, default=150, help="of each task, over all seeds")
+    parser.add_argument("--few", type=int, default=60, help="of each task, for the other arms")
+    parser.add_argument("--work", type=Path, default="runs/passes")
     parser.add_argument("--out", type=Path, help="records/bench/passes-DTYPE.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         run, model = begun(a, folder)
-        dice, costs = random.Random(0), pass_costs(model)
-        tables = {n: learn_table(answers_of(run.data[n])) for n in run.order}
-        found = {}
-        for name in run.order:
-            other = next((t for n, t in tables.items() if n != name), None)
-            ways = ways_of(tables[name], other, costs)
-            found[name] = described(run, name, *measured(a, run, model, name, ways, dice))
-            for w, r in found[name]["arms"].items(): print(name, w, r["time"], r["same"], flush=True)
         dtype = str(model.dtype).removeprefix("torch.")
-    out = a.out or Path(f"records/bench/passes-{dtype}.json")
-    write_record(out, circumstances(called(__file__), "cpu") | dict(
-        dtype=dtype, prompts=a.prompts, new_tokens=a.new_tokens, pass_costs=asdict(costs),
-        tasks=found))
+        work = a.work/dtype
+        work.mkdir(parents=True, exist_ok=True)
+        if not (work/"costs.json").exists(): write(work/"costs.json", asdict(pass_costs(model)))
+        costs = json.loads((work/"costs.json").read_text())
+        costs = PassCosts(**costs | dict(passes=tuple(map(tuple, costs["passes"]))))
+        tables = {n: learn_table(references(run.data[n])) for n in run.order}
+        out, bare = a.out or Path(f"records/bench/passes-{dtype}.json"), model.state_dict()
+        bare = {n: p.clone() for n, p in bare.items() if "q_proj" in n or "v_proj" in n}
+        for seed, name in [(s, n) for s in range(a.seeds) for n in run.order]:
+            place = work/f"{name}-s{seed}"
+            place.mkdir(exist_ok=True)
+            model.load_state_dict(bare, strict=False)
+            learned = weights_of(a, run, model, name, seed, place)
+            model.load_state_dict(learned, strict=False)
+            table, other = tables[name], next((t for n, t in tables.items() if n != name), None)
+            kept = fitted(a, run, model, name, seed, table, costs, place)
+            ways = ways_of(table, other, costs, kept)
+            measured(a, run, model, (name, seed), ways, place/"rows.jsonl")
+            found = summary(a, run, work)
+            write_record(out, circumstances(called(__file__), "cpu") | dict(
+                dtype=dtype, steps=a.steps, new_tokens=a.new_tokens, pass_costs=asdict(costs),
+                tasks=found))
+            for w, r in found[name]["arms"].items():
+                print(name, w, r["rows"], r["token_time"], r["same"], flush=True)
 
 
 if __name__ == "__main__": main()

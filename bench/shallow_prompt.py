@@ -38,9 +38,9 @@ def losses(model, m, rows):
     return np.array(out)
 
 
-def trained(model, m, batches):
+def trained(model, m, batches, seed=0):
     "A LoRA that learned with prompts read so."
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = get_peft_model(copy.deepcopy(model), LoraConfig(
         task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
     weights = [p for p in model.parameters() if p.requires_grad]
