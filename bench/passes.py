@@ -9,7 +9,7 @@ For each of --seeds seeds and each of --tasks a LoRA (r = 8 on q and v, rate 3e-
 steps of --batch training rows and is merged; the controller is fitted on greedy answers to --answers
 further training rows, and on the same answers fixed rules (a copy, else the table, so many tokens
 each time) are replayed, of which only the cheapest is measured. Tables are of the references of all
-training rows. The --prompts last validation rows are dealt to the seeds in turn; arms that are no
+training rows. The first --prompts validation rows are dealt to the seeds in turn; arms that are no
 plain generation, lookup, rule or `passes` have only --few of them. What a killed call has measured
 stays in --work, and the same call goes on; the record is of all that is there.
 
@@ -35,6 +35,7 @@ from acceptance import answers_of, arguments, begun, examples, joined
 from safetensors.torch import load_file, save_file
 from shallow_prompt import trained
 
+from himalaya_hest.ground.loss import target_logits, target_loss
 from himalaya_hest.hest.acceptance import Acceptance, chosen_draft, learn_acceptance
 from himalaya_hest.hest.drafter import Drafted
 from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
@@ -84,13 +85,19 @@ def replayed(answers, table, k, costs):
     return spent / sum(len(a) - 1 for _, a, _ in answers)
 
 
+def loss_of(model, batch):
+    "The head runs before target tokens alone."
+    inputs = {n: batch[n] for n in ("input_ids", "attention_mask")}
+    return target_loss(*target_logits(model, batch["labels"], **inputs))
+
+
 def weights_of(a, run, model, name, seed, place):
     "The backbone with a LoRA merged that has learned the task; from a file where it was learned."
     file = place/"weights.safetensors"
     if a.steps and not file.exists():
         rows = run.data[name].train.to_list()[:a.steps * a.batch]
         batches = list(TaskLoader(rows, Collator(run.tokenizer), a.batch, seed=seed))
-        merged = trained(model, 0, batches, seed).merge_and_unload()
+        merged = trained(model, batches, loss_of, seed).merge_and_unload()
         changed = {n: p for n, p in merged.state_dict().items() if "q_proj" in n or "v_proj" in n}
         save_file(changed, place/"part.safetensors")
         (place/"part.safetensors").replace(file)

@@ -7,8 +7,9 @@ right answers, for a few numbers of such blocks, before training and after train
 The model is the bare backbone of scale `small`; a LoRA (r = 8 on q and v, rate 3e-3) is trained for
 --steps of --batch rows of the task's training rows, the same and from one start for each number.
 Loss is nats a target token over --rows rows of the training file that are not trained on;
-differences to no such block are means over rows, with the 95 % BCa interval over rows. A pass over a prompt is timed as `generate` makes
-it, with a cache, numbers in turns at each prompt: process time over that of no such block.
+differences to no such block are means over rows, with the 95 % BCa interval over rows. A pass
+over a prompt is timed as `generate` makes it, with a cache, numbers in turns at each prompt:
+process time over that of no such block.
 """
 import copy
 import random
@@ -38,8 +39,8 @@ def losses(model, m, rows):
     return np.array(out)
 
 
-def trained(model, m, batches, seed=0):
-    "A LoRA that learned with prompts read so."
+def trained(model, batches, loss_of, seed=0):
+    "A LoRA that learned by a loss of a model and a batch."
     torch.manual_seed(seed)
     model = get_peft_model(copy.deepcopy(model), LoraConfig(
         task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
@@ -48,11 +49,17 @@ def trained(model, m, batches, seed=0):
     model.train()
     for k, batch in enumerate(batches):
         optimizer.param_groups[0]["lr"] = 3e-3 * (1 - k / len(batches))
-        with shallow_prompt(model, m):
-            loss = model(**{n: batch[n] for n in ("input_ids", "attention_mask", "labels")}).loss
+        loss = loss_of(model, batch)
         optimizer.zero_grad(); loss.backward(); optimizer.step()
-        print(f"{m} blocks: step {k + 1} of {len(batches)}", end="\r", flush=True)
+        print(f"step {k + 1} of {len(batches)}", end="\r", flush=True)
     return model.eval()
+
+
+def read_so(m): # the loss where the last m blocks read a prompt as keys and values alone
+    def loss_of(model, batch):
+        with shallow_prompt(model, m):
+            return model(**{n: batch[n] for n in ("input_ids", "attention_mask", "labels")}).loss
+    return loss_of
 
 
 def prompt_times(model, numbers, prompts):
@@ -94,7 +101,7 @@ def main():
             batches = list(TaskLoader(rows, Collator(run.tokenizer), a.batch, seed=0))
             times = prompt_times(model, a.blocks, data.evaluation.prompts[:a.prompts + 1])
             before = {m: losses(model, m, held) for m in a.blocks}
-            after = {m: losses(trained(model, m, batches), m, held) for m in a.blocks if m != 1}
+            after = {m: losses(trained(model, batches, read_so(m)), m, held) for m in a.blocks if m != 1}
             found[name] = {str(m): dict(
                 prompt_time=ratio(times[m], times[0]), prompt_ms=1e3 * float(np.median(times[m])),
                 untrained=beside(before[m], before[0]),
