@@ -94,7 +94,7 @@ STREAM_METHODS = { # name → keys; what is told beside them
         ("himalaya_hest", "hu2022lora", "balazy2024loraxs", "arora2017sif", "tucker1966three",
          "charikar2002countsketch", "salmon2011philox", "fisher1936taxonomic", "hayes2020slda",
          "johnson1984extensions"), _OWN),
-    "lora-bank": (("himalaya_hest", "hu2022lora"), "own: a control, one LoRA a task"),
+    "lora-bank": (("himalaya_hest", "hu2022lora", "li2025unilora"), "own: a control, one LoRA a task"),
     "lora-masked": (("himalaya_hest", "hu2022lora", "masse2018gating"),
                     "own: a control, LoRA behind context-dependent gating"),
     "olora": (("wang2023olora", "hu2022lora"), None),

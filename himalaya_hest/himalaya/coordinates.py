@@ -34,7 +34,9 @@ def signed_buckets(
     more buckets than coordinates the others stay empty."""
     words = philox_words(seed, stream, 2 * width)
     # ranks of random words are a permutation
-    bucket = np.argsort(np.argsort(words[:width], kind="stable"), kind="stable") % R
+    rank = np.empty(width, dtype=np.int64)
+    rank[np.argsort(words[:width], kind="stable")] = np.arange(width)
+    bucket = rank % R
     sign = (words[width:] >> np.uint64(63)).astype(np.float32) * 2 - 1
     weight = sign / np.sqrt(np.bincount(bucket, minlength=R))[bucket]
     return torch.from_numpy(bucket), torch.from_numpy(weight.astype(np.float32))

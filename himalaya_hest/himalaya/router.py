@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['View', 'covariance', 'inverse_root', 'solved', 'log_likelihoods', 'Router', 'joint_scores', 'task_scores',
-           'own_distances', 'strangeness']
+           'own_distances', 'strangeness', 'view_faults']
 
 # %% ../../nbs/himalaya/03_router.ipynb #76f03262
 import math
@@ -189,3 +189,18 @@ def strangeness(
         m, v = own_distances(view)
         mean, variance = mean + m, variance + v
     return (far - mean) / variance.sqrt()
+
+# %% ../../nbs/himalaya/03_router.ipynb #1592750a
+def view_faults(
+    state: dict[str, Tensor], # by the names of the state of what holds a router
+) -> list[str]:
+    "Numbers that no view holds."
+    def readable(n, t): return n.endswith(".within") and len(t) and bool(t.isfinite().all())
+    views = {n: t for n, t in state.items() if readable(n, t)}
+    # a covariance has no negative eigenvalue but for rounding, and its ridge makes Σ invertible
+    least = {n: torch.linalg.eigvalsh(covariance(t, 0.)).min().item() for n, t in views.items()}
+    wrong = [f"{n} is not a covariance: its least eigenvalue is {low:g}"
+             for n, low in least.items() if low < -min(.1, .01 * max(1., float(views[n].abs().max())))]
+    sizes = ("scales.rows", "spreads.rows")
+    negative = [n for n, t in state.items() if n.endswith(sizes) and bool((t < 0).any())]
+    return wrong + [f"{n} holds a negative size" for n in negative]

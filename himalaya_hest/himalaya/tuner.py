@@ -27,7 +27,7 @@ from ..bridge.update import chosen_digests
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import unit
 from ..ground.rows import RowStack
-from .router import covariance, Router, strangeness, task_scores
+from .router import Router, strangeness, task_scores, view_faults
 from .task_cores import (
     batch_update, TaskCores, task_bytes, task_factors, task_update)
 
@@ -277,15 +277,7 @@ def value_faults(self: HimalayaConfig,
     state: dict[str, Tensor], # by the names of the core's state
 ) -> list[str]:
     "Numbers that no core holds."
-    def readable(n, t): return n.endswith(".within") and len(t) and bool(t.isfinite().all())
-    views = {n: t for n, t in state.items() if readable(n, t)}
-    # a covariance has no negative eigenvalue but for rounding, and its ridge makes Σ invertible
-    least = {n: torch.linalg.eigvalsh(covariance(t, 0.)).min().item() for n, t in views.items()}
-    wrong = [f"{n} is not a covariance: its least eigenvalue is {low:g}"
-             for n, low in least.items() if low < -min(.1, .01 * max(1., float(views[n].abs().max())))]
-    sizes = ("scales.rows", "spreads.rows")
-    negative = [n for n, t in state.items() if n.endswith(sizes) and bool((t < 0).any())]
-    return wrong + [f"{n} holds a negative size" for n in negative]
+    return view_faults(state)
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #b6bf84d9
 _SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
