@@ -48,6 +48,7 @@ _NAMES = { # module → what it gives to the face
     "hest.pass_budget": "pass_costs",
     "hest.passes": "fewer_passes",
     "hest.prompt_blocks": "shallow_prompt",
+    "hest.prompt_prefix": "kept_prefix",
     "adapters.names": "adapter_names",
     "adapters.registry": "adapter_table build_adapter",
     "measures.energy": "find_meter",

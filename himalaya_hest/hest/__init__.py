@@ -23,4 +23,5 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.hest", {
     "pass_budget": "PassCosts pass_costs",
     "passes": "fewer_passes",
     "prompt_blocks": "shallow_prompt",
+    "prompt_prefix": "kept_prefix",
 })

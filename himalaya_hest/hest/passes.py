@@ -62,17 +62,18 @@ def check_asked(
 # %% ../../nbs/hest/19_passes.ipynb #2479485d
 def language_model(
     model: nn.Module, # a causal language model, or what PEFT or torch.compile made of one
+    asked: str = "fewer_passes", # who asks, for messages
 ) -> nn.Module:
     "The model that generates; `ValueError` where there is none, or its prompts are trained."
     inner = getattr(model, "_orig_mod", model)
     if getattr(getattr(inner, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
-            "fewer_passes reads the prompt as token ids, and this adapter puts trained vectors "
+            f"{asked} reads the prompt as token ids, and this adapter puts trained vectors "
             "before it: take an adapter that acts inside of the model")
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if not hasattr(inner, "_get_candidate_generator"):
         raise ValueError(
-            f"fewer_passes needs a model of Transformers that generates, got {type(inner).__name__}")
+            f"{asked} needs a model of Transformers that generates, got {type(inner).__name__}")
     return inner
 
 # %% ../../nbs/hest/19_passes.ipynb #70c98406

@@ -65,7 +65,7 @@ def shallow_prompt(
     """Read a prompt with the last blocks as keys and values alone, until the block ends: in `generate`
     and in a forward with `labels`; one without labels and without a cache is as ever. `ValueError`
     for another architecture, and for more blocks than leave one."""
-    inner = language_model(model)
+    inner = language_model(model, "shallow_prompt")
     kind = inner.config.model_type
     if kind not in READABLE:
         raise ValueError(f"shallow_prompt knows how {', '.join(READABLE)} make keys, not {kind}")
@@ -78,6 +78,8 @@ def shallow_prompt(
         labels = named.get("labels")
         told["full_depth"] = None if labels is None else full_depth(labels)
     with contextlib.ExitStack() as until:
+        # for who would read a prompt in pieces
+        until.enter_context(in_place_of(inner, shallow_blocks=n_blocks))
         until.callback(inner.register_forward_pre_hook(look, with_kwargs=True).remove)
         for layer in layers[len(layers) - n_blocks:]:
             until.enter_context(in_place_of(layer, forward=_shallow(layer, told)))
