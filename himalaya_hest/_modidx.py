@@ -2451,6 +2451,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                     'himalaya_hest/hest/prompt_prefix.py'),
                                                   'himalaya_hest.hest.prompt_prefix.refuse_shallow': ( 'hest/prompt_prefix.html#refuse_shallow',
                                                                                                        'himalaya_hest/hest/prompt_prefix.py'),
+                                                  'himalaya_hest.hest.prompt_prefix.refuse_stretched': ( 'hest/prompt_prefix.html#refuse_stretched',
+                                                                                                         'himalaya_hest/hest/prompt_prefix.py'),
                                                   'himalaya_hest.hest.prompt_prefix.servable': ( 'hest/prompt_prefix.html#servable',
                                                                                                  'himalaya_hest/hest/prompt_prefix.py'),
                                                   'himalaya_hest.hest.prompt_prefix.shortened': ( 'hest/prompt_prefix.html#shortened',

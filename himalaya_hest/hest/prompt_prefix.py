@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KNOWN', 'LAYERS', 'acts', 'columns_kept', 'begins', 'servable', 'prefix_keys', 'fill', 'Kept', 'as_prefix',
-           'check_cache', 'shortened', 'refuse_shallow', 'kept_prefix']
+           'check_cache', 'refuse_stretched', 'shortened', 'refuse_shallow', 'kept_prefix']
 
 # %% ../../nbs/hest/22_prompt_prefix.ipynb #45ff055c
 import contextlib
@@ -162,12 +162,25 @@ def check_cache(
     "`ValueError` for a model whose default cache does not hold all of it."
     layers = () if inner.config.is_encoder_decoder else DynamicCache(config=inner.config).layers
     windows = [layer.sliding_window for layer in layers if layer.is_sliding]
+    refuse_stretched(inner)
     known = layers and all(type(layer) in LAYERS for layer in layers)
     if known and all(n < window for window in windows): return
     raise ValueError(
         f"the cache of {type(inner).__name__} does not hold all of a prefix of {n} tokens: "
         "kept_prefix needs a decoder with attention in every layer, and a sliding window "
         f"({min(windows, default='none')}) that is longer")
+
+# %% ../../nbs/hest/22_prompt_prefix.ipynb #acf7241e
+def refuse_stretched(inner: nn.Module) -> None:
+    "`ValueError` for positions that depend on the length of a text."
+    found = getattr(inner.config.get_text_config(), "rope_parameters", None) or {}
+    # of all layers, or a dictionary for each type of them
+    kinds = {of.get("rope_type") for of in (found, *found.values()) if isinstance(of, dict)}
+    if stretched := kinds & {"dynamic", "longrope"}:
+        raise ValueError(
+            f"{type(inner).__name__} turns keys by the length of the whole text (rope_type "
+            f"{', '.join(stretched)}), so that a prefix has other keys in a longer one: no "
+            "prefix can be kept")
 
 # %% ../../nbs/hest/22_prompt_prefix.ipynb #d3c2fb9c
 def shortened(
