@@ -4139,6 +4139,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                        'himalaya_hest/running/evaluation.py'),
                                                   'himalaya_hest.running.evaluation.greedy': ( 'running/evaluation.html#greedy',
                                                                                                'himalaya_hest/running/evaluation.py'),
+                                                  'himalaya_hest.running.evaluation.one_product': ( 'running/evaluation.html#one_product',
+                                                                                                    'himalaya_hest/running/evaluation.py'),
                                                   'himalaya_hest.running.evaluation.program_outcomes': ( 'running/evaluation.html#program_outcomes',
                                                                                                          'himalaya_hest/running/evaluation.py'),
                                                   'himalaya_hest.running.evaluation.stopping': ( 'running/evaluation.html#stopping',
