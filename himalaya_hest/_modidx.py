@@ -3825,6 +3825,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                             'himalaya_hest/running/backbone.py'),
                                                 'himalaya_hest.running.backbone.held_in_4_bits': ( 'running/backbone.html#held_in_4_bits',
                                                                                                    'himalaya_hest/running/backbone.py'),
+                                                'himalaya_hest.running.backbone.keep_few_kernels': ( 'running/backbone.html#keep_few_kernels',
+                                                                                                     'himalaya_hest/running/backbone.py'),
                                                 'himalaya_hest.running.backbone.load_backbone': ( 'running/backbone.html#load_backbone',
                                                                                                   'himalaya_hest/running/backbone.py'),
                                                 'himalaya_hest.running.backbone.load_tokenizer': ( 'running/backbone.html#load_tokenizer',
