@@ -7,7 +7,7 @@ __all__ = ['Plan', 'lenient', 'search_runs', 'make_plan', 'with_cpu', 'plan_numb
 
 # %% ../../nbs/running/10_plan.ipynb #78b1008f
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 
 import torch
@@ -45,6 +45,8 @@ class Plan:
     refused: list # messages
     notes: list # texts
     trial: object = None # the Plan of one trial, where a search comes first
+    # part → bytes of the process, where the run may also be made on a CPU
+    on_cpu: dict = field(default_factory=dict)
 
 # %% ../../nbs/running/10_plan.ipynb #2316b684
 def lenient(
@@ -160,6 +162,11 @@ def search_runs(
 def _longest_row(config, shape):
     return min(config.training["max_length"] or MAX_LENGTH, shape.context)
 
+def _on_cpu(of, loads, most):
+    "Memory of the process by its parts; empty where it is the plan's own, and for four bits."
+    if of.cpu or of.config.quantisation != "none": return {}
+    return memory_parts(replace(of, cpu=True), loads, most)
+
 def _hours(of, loads, device):
     "Expected, and at most."
     of = replace(of, cpu=device.cpu)
@@ -195,6 +202,7 @@ def make_plan(
         refused=refused,
         notes=_notes(config, loads, of),
         trial=make_plan(_of_trial(config), on) if config.n_trials else None,
+        on_cpu=_on_cpu(of, loads, longest_row),
     )
 
 # %% ../../nbs/running/10_plan.ipynb #7d2e1b41
@@ -241,6 +249,7 @@ def plan_numbers(
         tokens=plan.tokens,
         flops=plan.flops,
         memory_bytes=plan.memory,
+        cpu_memory_bytes=plan.on_cpu,
         hours={d: list(h) for d, h in plan.hours.items()},
         trained_parameters=plan.of.adapter.trained,
         adapter_bytes=plan.of.adapter.state,
@@ -272,15 +281,21 @@ def _run_lines(plan):
     ]
 
 # %% ../../nbs/running/10_plan.ipynb #7110393f
+def _memory_line(memory, where):
+    "The sum, and its parts."
+    need, held = sum(memory.values()), memory["weights"]
+    parts = ", ".join(f"{k} {v / 1e9:.2f}" for k, v in memory.items())
+    return (f"{need / 1e9:.1f} GB at most{where}, "
+            f"{(need - held) / 1e9:.1f} beside the weights: {parts}")
+
 def _work_lines(plan):
     "Steps, evaluations and what is kept."
     t, n, adapter = plan.config.training, plan.tokens, plan.of.adapter
     rows = t["per_device_train_batch_size"] * micro_batches_of_step(t)
     # words that are said only where they apply
     most = "at most " * _reuses(plan.config, plan.of)
-    card = " on each card" * (t["num_processes"] > 1)
-    parts = ", ".join(f"{k} {v / 1e9:.2f}" for k, v in plan.memory.items())
-    need, held = sum(plan.memory.values()), plan.memory["weights"]
+    where = " of the process" if plan.of.cpu else " on each card" * (t["num_processes"] > 1)
+    on_cpu = plan.on_cpu and _memory_line(plan.on_cpu, " of the process")
     return [
         ("steps",
          f"{plan.steps:,} of {rows} rows; {_many(n['training'])} tokens, "
@@ -290,9 +305,8 @@ def _work_lines(plan):
          f"{_many(n['answers'])} written, {plan.flops['evaluation']:.1e} operations"),
         ("adapter",
          f"{adapter.trained:,} parameters in training, {adapter.state / 1e6:.3f} MB between tasks"),
-        ("memory", f"{need / 1e9:.1f} GB at most{card}, "
-                   f"{(need - held) / 1e9:.1f} beside the weights: {parts}"),
-    ]
+        ("memory", _memory_line(plan.memory, where)),
+    ] + ([("memory on a CPU", on_cpu)] if on_cpu else [])
 
 # %% ../../nbs/running/10_plan.ipynb #b8c17a2f
 def _time_lines(plan):

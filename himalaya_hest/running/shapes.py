@@ -107,6 +107,7 @@ class Shape:
     parameters: int # all, tied ones once
     linear_inputs: tuple # widths read by the linear layers that are counted in `matrices`
     published: str = "" # type of a number in its files; empty: not known
+    heads: int = 0 # of attention
 
 # %% ../../nbs/running/07_shapes.ipynb #d77c0638
 def published_dtype(
@@ -148,6 +149,7 @@ def shape_of(
         parameters=sum(p.numel() for p in model.parameters()),
         linear_inputs=tuple(m.in_features for m in linear),
         published=published_dtype(c),
+        heads=heads,
     )
 
 # %% ../../nbs/running/07_shapes.ipynb #5ed499fb
