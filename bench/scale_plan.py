@@ -157,7 +157,7 @@ def passes(adapter, batch, dtype):
 
 def activation_points():
     "Saved storages and the largest moment of a step, beside the formula's."
-    from himalaya_hest.running.costs import held_bytes, training_bytes
+    from himalaya_hest.running.memory import held_bytes, training_bytes
     points = []
     cases = [(name, dict(adapter=name), s, d) for name in PEFT for s in SMALL for d in ("float32", "bfloat16")]
     cases += [(name, given, s, "bfloat16") for name, given in GATED.items()
@@ -179,7 +179,7 @@ def ratio(predicted, measured):
 
 def logits_points():
     "Where the logits are the largest moment: many targets, a vocabulary of 32 000."
-    from himalaya_hest.running.costs import training_bytes
+    from himalaya_hest.running.memory import training_bytes
     out = []
     for dtype, m in itertools.product(("float32", "bfloat16"), (32, 96)):
         adapter, of = built(dict(adapter="lora"), ("llama", 128, 2, 4, 4, 344, 32000), dtype, True, 4)
@@ -243,7 +243,7 @@ def state_points():
 
 def cache_points():
     "Bytes of a cache after generation, and what a batch of evaluation holds at most."
-    from himalaya_hest.running.costs import evaluation_bytes
+    from himalaya_hest.running.memory import evaluation_bytes
     from himalaya_hest.running.training import model_inputs
     out = []
     cases = [("lora", dict(adapter="lora"), at, beams, dtype) for at in SMALL for beams in (1, 3)
@@ -394,7 +394,8 @@ def settings(config):
 
 def on_card(plan, device, max_length):
     "Whether a run fits, with which settings, in how many hours."
-    from himalaya_hest.running.costs import memory_parts, seconds
+    from himalaya_hest.running.costs import seconds
+    from himalaya_hest.running.memory import memory_parts
     for said, run in settings(plan.config):
         of = replace(plan.of, config=run)
         parts = memory_parts(of, plan.loads, max_length)
@@ -409,7 +410,8 @@ def on_card(plan, device, max_length):
 
 
 def study_points():
-    from himalaya_hest.running.costs import devices, training_bytes
+    from himalaya_hest.running.costs import devices
+    from himalaya_hest.running.memory import training_bytes
     from himalaya_hest.running.plan import make_plan
     out = []
     for size in ("7 B", "70 B"):
@@ -491,7 +493,8 @@ def stream_points():
 
 
 def scale():
-    from himalaya_hest.running.costs import CARD_BYTES, READING_SHARE, TRAINING_SHARE
+    from himalaya_hest.running.costs import READING_SHARE, TRAINING_SHARE
+    from himalaya_hest.running.memory import CARD_BYTES
     return dict(kind="computed", assumed=dict(training_share=TRAINING_SHARE,
         reading_share=READING_SHARE, card_gb=CARD_BYTES / 1e9), budget_mb=BUDGET_MB, studies=study_points(),
         streams=stream_points())

@@ -13,14 +13,15 @@ from importlib.util import find_spec
 import torch
 
 from himalaya_hest.running.costs import (
-    Backbone, Device, Rates, cpu_device, device_at, devices, measured_rates, memory_parts,
-    packaged_rates, seconds, step_flops,
+    Backbone, Device, Rates, cpu_device, device_at, devices, measured_rates, packaged_rates,
+    seconds, step_flops,
 )
 from himalaya_hest.running.loads import (
     CHARACTERS_A_TOKEN, all_evaluations, longest, mean, replay_bytes, steps_of, task_loads,
     trained_loads,
 )
 from .gguf_file import gguf_path, read_gguf
+from .memory import memory_parts
 from .parameters import MAX_LENGTH, RunConfig, micro_batches_of_step
 from .resolve import resolve
 from .run_files import exit_status, read_arguments
