@@ -281,7 +281,7 @@ def _run_lines(plan):
         ("tasks", f"{len(plan.loads)} of {c.stream}, {rows:,} training rows"),
     ]
 
-# %% ../../nbs/running/10_plan.ipynb #7110393f
+# %% ../../nbs/running/10_plan.ipynb #3c82af2f
 def _memory_line(memory, where):
     "The sum, and its parts."
     need, held = sum(memory.values()), memory["weights"]
@@ -289,6 +289,7 @@ def _memory_line(memory, where):
     return (f"{need / 1e9:.1f} GB at most{where}, "
             f"{(need - held) / 1e9:.1f} beside the weights: {parts}")
 
+# %% ../../nbs/running/10_plan.ipynb #7110393f
 def _work_lines(plan):
     "Steps, evaluations and what is kept."
     t, n, adapter = plan.config.training, plan.tokens, plan.of.adapter
