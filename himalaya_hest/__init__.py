@@ -49,6 +49,7 @@ _NAMES = { # module → what it gives to the face
     "hest.passes": "fewer_passes",
     "hest.prompt_blocks": "shallow_prompt",
     "hest.prompt_prefix": "kept_prefix",
+    "hest.eight_bits": "in_eight_bits",
     "adapters.names": "adapter_names",
     "adapters.registry": "adapter_table build_adapter",
     "measures.energy": "find_meter",

@@ -24,4 +24,5 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.hest", {
     "passes": "fewer_passes",
     "prompt_blocks": "shallow_prompt",
     "prompt_prefix": "kept_prefix",
+    "eight_bits": "in_eight_bits",
 })

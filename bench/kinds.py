@@ -1,0 +1,147 @@
+"""A model's weights in float32, in bfloat16, in int8 (weight-only) and in int8 with activations in
+int8 too (W8A8): process time of a prompt's pass, of a token of the answer, of whole answers, plain
+and with `fewer_passes`, and what the rounding costs in nats of right answers.
+
+    OMP_NUM_THREADS=1 python bench/kinds.py model=FOLDER source=local data_dir=FOLDER
+
+The model is the bare backbone of scale `small`, prompts are validation rows of the task, answers are
+greedy. All kinds, plain and with `fewer_passes`, take turns in random order at each prompt, after
+one prompt that is not counted. Ratios are medians over prompts with the 95 % interval of a bootstrap
+over prompts: `token` of decoding a token (an answer's time without its prompt's pass, over its
+tokens but the first, which comes of that pass), `prompt` of that pass, `answer` of the whole, a
+token. `of_float32`: over plain generation in float32; `of_plain`: of `fewer_passes` over plain
+generation in the same kind, with a table of the task's training answers and costs of passes that
+were measured in that kind. Loss is nats a token of
+references of training rows, the prompt read in one pass and the answer token by token, as it is
+decoded; differences to float32 are means over rows with the 95 % BCa interval. `read_mb` are bytes of
+the linear layers, which each pass reads; `held_mb` all weights in memory: eight bits stand beside the
+model's own.
+"""
+import contextlib
+import copy
+import random
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from time import process_time
+
+import numpy as np
+import torch
+from acceptance import arguments, begun
+from passes import answers_of
+from torch import nn
+
+from himalaya_hest.hest.drafts import learn_table
+from himalaya_hest.hest.eight_bits import in_eight_bits
+from himalaya_hest.hest.pass_budget import pass_costs
+from himalaya_hest.hest.passes import fewer_passes
+from himalaya_hest.measures.statistics import bca_interval
+from himalaya_hest.streams.batching import stop_ids
+from himalaya_hest.workshop.measuring import (
+    called, circumstances, keep_memory, ratio, write_record)
+
+FLOAT32, BFLOAT16 = "float32", "bfloat16"
+ROUNDED = {"weight-only int8": False, "W8A8": True} # are activations rounded?
+
+
+def kinds_of(model, until):
+    "Kind → (model, MB that a pass reads, MB in memory); one float32 copy of the weights for all."
+    def bytes_of(m): return sum(p.nbytes for p in m.parameters()) / 1e6
+    def read(m): return sum(l.weight.nbytes for l in m.modules() if isinstance(l, nn.Linear)) / 1e6
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    kinds = {n: (m, read(m), bytes_of(m)) for n, m in ((FLOAT32, model), (BFLOAT16, half))}
+    for name, activations in ROUNDED.items():
+        own = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        mb = until.enter_context(in_eight_bits(own, activations)) / 1e6
+        kinds[name] = own, mb, bytes_of(model) + mb
+    return kinds
+
+
+def timed(model, ids, n, ends, drafting):
+    "Process times of the prompt's pass and of the rest of an answer, and its tokens."
+    passes = []
+    hook = model.register_forward_hook(lambda *_: passes.append(process_time()))
+    with fewer_passes(model, **drafting) if drafting else contextlib.nullcontext() as told:
+        start = process_time()
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+            max_new_tokens=n, pad_token_id=0, eos_token_id=ends)
+        end = process_time()
+    hook.remove()
+    return passes[0] - start, end - passes[0], out[0, ids.shape[1]:].tolist(), told
+
+
+def generated(a, kinds, prompts, ends, table, costs):
+    "(kind, with fewer passes?) → what `timed` says of each prompt."
+    found, dice = {(k, f): [] for k in kinds for f in (False, True)}, random.Random(0)
+    for i, prompt in enumerate(prompts):
+        for k, fewer in dice.sample(list(found), len(found)):
+            drafting = dict(table=table, costs=costs[k]) if fewer else None
+            ids = torch.tensor([prompt["input_ids"]])
+            one = timed(kinds[k][0], ids, a.new_tokens, ends, drafting)
+            if i: found[k, fewer].append(one)
+        print(f"{i} of {a.prompts} prompts", flush=True)
+    return found
+
+
+def losses(model, row, n):
+    "Nats of a row's first n target tokens, decoded one by one."
+    ids, start = torch.tensor([row["input_ids"]]), row["labels"].count(-100)
+    out, nats = model(input_ids=ids[:, :start], use_cache=True, logits_to_keep=1), []
+    for i in range(start, min(start + n, ids.shape[1])):
+        nats.append(-out.logits[0, -1].float().log_softmax(-1)[ids[0, i]].item())
+        out = model(input_ids=ids[:, i:i + 1], past_key_values=out.past_key_values, use_cache=True)
+    return np.mean(nats)
+
+
+def described(kinds, found, nats, costs):
+    "The record of all kinds."
+    def column(k, fewer, of): return [of(*one) for one in found[k, fewer]]
+    parts = dict(
+        token=lambda first, rest, text, _: rest / (len(text) - 1),
+        prompt=lambda first, rest, text, _: first,
+        answer=lambda first, rest, text, _: (first + rest) / len(text))
+    rows = {}
+    for k, (_, read_mb, held_mb) in kinds.items():
+        told = [one[3] for one in found[k, True]]
+        same = np.mean([a[2] == b[2] for a, b in zip(found[k, False], found[k, True])])
+        apart = nats[k] - nats[FLOAT32]
+        rows[k] = dict(
+            read_mb=read_mb, held_mb=held_mb, pass_costs=asdict(costs[k]), nll=float(nats[k].mean()),
+            less_float32=[float(apart.mean()), *(bca_interval(apart) if k != FLOAT32 else (0., 0.))],
+            ms={n: 1e3 * float(np.median(column(k, False, of))) for n, of in parts.items()},
+            of_float32={n: ratio(column(k, False, of), column(FLOAT32, False, of))
+                for n, of in parts.items()},
+            of_plain={n: ratio(column(k, True, parts[n]), column(k, False, parts[n]))
+                for n in ("token", "answer")},
+            tokens_a_pass=sum(t.tokens for t in told) / sum(t.passes for t in told), same=float(same))
+    return rows
+
+
+def main():
+    parser = arguments(__doc__)
+    parser.set_defaults(tasks=["cnn_dailymail"], new_tokens=40)
+    parser.add_argument("--prompts", type=int, default=10, help="that are answered")
+    parser.add_argument("--rows", type=int, default=30, help="whose loss is measured")
+    parser.add_argument("--target-tokens", type=int, default=24, help="of each of them, at most")
+    parser.add_argument("--out", type=Path, default="records/bench/kinds.json")
+    a = parser.parse_args()
+    torch.set_num_threads(1), torch.set_grad_enabled(False), keep_memory()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as until:
+        run, model = begun(a, folder)
+        kinds, [data] = kinds_of(model, until), run.data.values()
+        costs = {k: pass_costs(m) for k, (m, _, _) in kinds.items()}
+        prompts = data.evaluation.prompts[:a.prompts + 1]
+        found = generated(
+            a, kinds, prompts, stop_ids(run.tokenizer), learn_table(answers_of(data)), costs)
+        rows = data.train.to_list()[:a.rows]
+        nats = {k: np.array([losses(m, r, a.target_tokens) for r in rows])
+            for k, (m, _, _) in kinds.items()}
+        told = described(kinds, found, nats, costs)
+    for k, r in told.items(): print(k, r, flush=True)
+    write_record(a.out, circumstances(called(__file__), "cpu") | dict(
+        task=a.tasks[0], prompts=a.prompts, new_tokens=a.new_tokens, rows=a.rows,
+        target_tokens=a.target_tokens,
+        prompt_tokens=float(np.mean([len(p["input_ids"]) for p in prompts[1:]])), kinds=told))
+
+
+if __name__ == "__main__": main()
