@@ -1,13 +1,14 @@
-"""Generation with fewer passes over the weights, studied on a real model: each arm answers the same
+r"""Generation with fewer passes over the weights, studied on a real model: each arm answers the same
 prompts, in turns at each prompt, and its process time is divided by plain generation's.
 
-    OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER dtype=bfloat16
-    OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER dtype=bfloat16 \
-        --steps 0 --seeds 1 --prompts 16
+    OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER \
+        dtype=bfloat16
+    OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER \
+        dtype=bfloat16 --steps 0 --seeds 1 --prompts 16
 
 For each of --seeds seeds and each of --tasks a LoRA (r = 8 on q and v, rate 3e-3) learns --steps
-steps of --batch training rows and is merged; the controller is fitted on greedy answers to --answers
-further training rows, and on the same answers fixed rules (a copy, else the table, so many tokens
+steps of --batch training rows and is merged; the controller is fitted on greedy answers to
+--answers further training rows, and on the same answers fixed rules (a copy, else the table, so many tokens
 each time) are replayed, of which only the cheapest is measured. Tables are of the references of all
 training rows. The first --prompts validation rows are dealt to the seeds in turn; arms that are no
 plain generation, lookup, rule or `passes` have only --few of them. What a killed call has measured
@@ -48,7 +49,11 @@ from himalaya_hest.workshop.measuring import called, circumstances, ratio, write
 
 PLAIN, LOOKUP, RULE, PASSES = "plain", "prompt_lookup_num_tokens", "fixed rule", "passes"
 ALL_ROWS = PLAIN, LOOKUP, RULE, PASSES
-EPSILONS, WIDTHS, UNBOUNDED = (.5, .2, .05), range(1, 7), 1e9
+COPIES, OTHER = "fixed rule, copies alone", "fixed rule, another task's table"
+SHIPPED = "passes, the controller that ships"
+LOSSY = {f"lossy, ε = {e}": e for e in (.5, .2, .05)}
+IN_ORDER = [*ALL_ROWS, COPIES, OTHER, SHIPPED, *LOSSY]
+WIDTHS, UNBOUNDED = range(1, 7), 1e9
 
 
 def references(data):
@@ -76,7 +81,8 @@ def replayed(answers, table, k, costs):
         text, i = Lookup(), 1
         text.extend(prompt + answer[:1])
         while i < len(answer):
-            guess = chosen_draft(both_guesses(text, table, k), sure, (1.,) * (k + 1), (.5, .4), False)
+            drafts = both_guesses(text, table, k)
+            guess = chosen_draft(drafts, sure, (1.,) * (k + 1), (.5, .4), False)
             stood = next((j for j, (a, b) in enumerate(zip(guess, answer[i:])) if a != b),
                 min(len(guess), len(answer) - i))
             spent += costs.at(len(text.ids))[len(guess)]
@@ -136,11 +142,9 @@ def ways_of(table, other, costs, kept):
     bounded = dict(table=table, costs=costs, acceptance=kept["controller"])
     rules = kept["rules"]
     ways = {PLAIN: None, LOOKUP: 4, RULE: rule(rules["table"], table), PASSES: bounded,
-        "fixed rule, copies alone": rule(rules["copies"], None),
-        "passes, the controller that ships": dict(table=table, costs=costs)}
-    if other: ways["fixed rule, another task's table"] = rule(rules["table"], other)
-    for e in EPSILONS:
-        ways[f"lossy, ε = {e}"] = bounded | dict(energy_budget=.5, lossy={e: .5})
+        COPIES: rule(rules["copies"], None), SHIPPED: dict(table=table, costs=costs)}
+    if other: ways[OTHER] = rule(rules["table"], other)
+    for name, e in LOSSY.items(): ways[name] = bounded | dict(energy_budget=.5, lossy={e: .5})
     return ways
 
 
@@ -191,7 +195,8 @@ def measured(a, run, model, part, ways, file):
         # nothing is counted at the first prompt of a process
         if first: continue
         for w in arms: found[w] |= judged(model, prompt, found[w]["text"], found[PLAIN]["text"])
-        with file.open("a") as f: f.write(json.dumps(dict(row=k, prompt=len(prompt), arms=found)) + "\n")
+        line = json.dumps(dict(row=k, prompt=len(prompt), arms=found))
+        with file.open("a") as f: f.write(line + "\n")
         print(f"{name}, seed {seed}: prompt {k}", end="\r", flush=True)
 
 
@@ -232,9 +237,8 @@ def summary(a, run, work):
         places = [p for s in range(a.seeds) if (p := work/f"{name}-s{s}"/"rows.jsonl").exists()]
         rows = [json.loads(line) for p in places for line in p.open()]
         if not rows: continue
-        ways = list(dict.fromkeys(w for r in rows for w in r["arms"]))
+        ways = [w for w in IN_ORDER if any(w in r["arms"] for r in rows)]
         rules = [json.loads((p.parent/"fitted.json").read_text())["rules"] for p in places]
-        ways.sort(key=lambda w: ALL_ROWS.index(w) if w in ALL_ROWS else len(ALL_ROWS))
         asked = asked_of(run, name)
         out[name] = dict(metric=asked.metric, seeds=len(places), rules=rules,
             prompt_tokens=float(np.median([r["prompt"] for r in rows])),
