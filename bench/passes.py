@@ -9,10 +9,11 @@ same prompts, in turns at each prompt, and its process time is divided by plain 
 For each of --seeds seeds and each of --tasks a LoRA (r = 8 on q and v, rate 3e-3) learns --steps
 steps of --batch training rows and is merged; the controller is fitted on greedy answers to
 --answers further training rows, and on the same answers fixed rules (a copy, else the table, so
-many tokens each time) are replayed, of which only the cheapest is measured. Tables are of the references of all
-training rows. The first --prompts validation rows are dealt to the seeds in turn; arms that are no
-plain generation, lookup, rule or `passes` have only --few of them. What a killed call has measured
-stays in --work, and the same call goes on; the record is of all that is there.
+many tokens each time) are replayed, of which only the cheapest is measured. Tables are of the
+references of all training rows. The first --prompts validation rows are dealt to the seeds in
+turn; arms that are no plain generation, lookup, rule or `passes` have only --few of them. What a
+killed call has measured stays in --work, and the same call goes on; the record is of all that is
+there.
 
 Ratios are medians over prompts, with the 95 % interval of a bootstrap over prompts: `time` of whole
 answers, `token_time` of a token, since answers may be of other lengths. `same` is the share of
