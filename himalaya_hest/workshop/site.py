@@ -20,7 +20,7 @@ from nbdev.process import Processor
 # title of a section, what the notebooks' names match; the first section that fits takes a page
 SECTIONS = [
     ("Get started", r"START|80a_|80[b-z]?_|81a_"),
-    ("Guides", r"81_|82_|83_|84_|84a_|85_|86_|86a_|98d_|98c_|98b_|95_|95a_"),
+    ("Guides", r"81_|82_|83_|84_|84a_|84b_|85_|86_|86a_|98d_|98c_|98b_|95_|95a_"),
     ("How it works", r"87_|87a_|workshop/\d+_equations"),
     ("Results", r"94b_|94c_|94_|94a_|93_|93a_|97_|97a_|98a_"),
     ("Benchmark", r"90_|91_|92_|88_|88a_|adapters/\d+_citations|study/\d+_quoted"),
