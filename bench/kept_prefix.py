@@ -23,7 +23,7 @@ from time import process_time
 
 import torch
 from acceptance import arguments, begun
-from shallow_prompt import trained
+from shallow_prompt import read_so, trained
 
 from himalaya_hest.hest.passes import language_model
 from himalaya_hest.hest.prompt_prefix import kept_prefix, prefix_keys
@@ -48,7 +48,8 @@ def begun_with(data, tokenizer, n_examples):
 
 def tuned(model, data, tokenizer, a):
     rows = data.train.to_list()[:a.steps * a.batch]
-    return trained(model, 0, list(TaskLoader(rows, Collator(tokenizer), a.batch, seed=0)))
+    batches = list(TaskLoader(rows, Collator(tokenizer), a.batch, seed=0))
+    return trained(model, batches, read_so(0))
 
 
 def timed(model, batch, tokenizer):

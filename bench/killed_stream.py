@@ -21,14 +21,11 @@ from pathlib import Path
 from himalaya_hest.jobs.again import compare_records
 from himalaya_hest.workshop.measuring import called, circumstances, write_record
 
-RUN = "import sys; from himalaya_hest.cli.command_line import main; sys.exit(main(sys.argv[1:]))"
-
-
 def begun(folder, tasks):
     "The run as a process; the same command begins it and goes on with it."
-    of = ["run", "stream=mini1000", f"n_tasks={tasks}", "adapter_config.r=4",
+    of = ["stream=mini1000", f"n_tasks={tasks}", "adapter_config.r=4",
         "evaluation.latency_pairs=0", f"results_dir={folder}"]
-    return subprocess.Popen([sys.executable, "-c", RUN, *of], stdout=subprocess.DEVNULL)
+    return subprocess.Popen([sys.executable, "-m", "himalaya_hest.jobs.run", *of], stdout=subprocess.DEVNULL)
 
 
 def finished(folder): # tasks, as its log says

@@ -28,7 +28,7 @@ from time import process_time
 import numpy as np
 import torch
 from acceptance import arguments, begun
-from passes import answers_of
+from passes import references
 from torch import nn
 
 from himalaya_hest.hest.drafts import learn_table
@@ -132,7 +132,7 @@ def main():
         costs = {k: pass_costs(m) for k, (m, _, _) in kinds.items()}
         prompts = data.evaluation.prompts[:a.prompts + 1]
         found = generated(
-            a, kinds, prompts, stop_ids(run.tokenizer), learn_table(answers_of(data)), costs)
+            a, kinds, prompts, stop_ids(run.tokenizer), learn_table(references(data)), costs)
         rows = data.train.to_list()[:a.rows]
         nats = {k: np.array([losses(m, r, a.target_tokens) for r in rows])
             for k, (m, _, _) in kinds.items()}

@@ -38,12 +38,14 @@ from safetensors.torch import load_file, save_file
 from shallow_prompt import trained
 
 from himalaya_hest.ground.loss import target_logits, target_loss
-from himalaya_hest.hest.acceptance import Acceptance, chosen_draft, learn_acceptance
+from himalaya_hest.hest.acceptance import (
+    Acceptance, chosen_draft, learn_acceptance, n_standing)
 from himalaya_hest.hest.drafter import Drafted
 from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
 from himalaya_hest.hest.pass_budget import PassCosts, pass_costs
 from himalaya_hest.hest.passes import fewer_passes
 from himalaya_hest.measures.text import get_metric
+from himalaya_hest.running.checkpoint import write_atomic
 from himalaya_hest.running.loop import final_tasks
 from himalaya_hest.streams.batching import Collator, TaskLoader, prompt_row, stop_ids
 from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
@@ -84,8 +86,7 @@ def replayed(answers, table, k, costs):
         while i < len(answer):
             drafts = both_guesses(text, table, k)
             guess = chosen_draft(drafts, sure, (1.,) * (k + 1), (.5, .4), False)
-            stood = next((j for j, (a, b) in enumerate(zip(guess, answer[i:])) if a != b),
-                min(len(guess), len(answer) - i))
+            stood = n_standing(guess, answer[i:])
             spent += costs.at(len(text.ids))[len(guess)]
             text.extend(answer[i:i + stood + 1])
             i += stood + 1
@@ -98,6 +99,10 @@ def loss_of(model, batch):
     return target_loss(*target_logits(model, batch["labels"], **inputs))
 
 
+def tuned_part(model): # of its state
+    return {n: p for n, p in model.state_dict().items() if "q_proj" in n or "v_proj" in n}
+
+
 def weights_of(a, run, model, name, seed, place):
     "The backbone with a LoRA merged that has learned the task; from a file where it was learned."
     file = place/"weights.safetensors"
@@ -105,8 +110,7 @@ def weights_of(a, run, model, name, seed, place):
         rows = run.data[name].train.to_list()[:a.steps * a.batch]
         batches = list(TaskLoader(rows, Collator(run.tokenizer), a.batch, seed=seed))
         merged = trained(model, batches, loss_of, seed).merge_and_unload()
-        changed = {n: p for n, p in merged.state_dict().items() if "q_proj" in n or "v_proj" in n}
-        save_file(changed, place/"part.safetensors")
+        save_file(tuned_part(merged), place/"part.safetensors")
         (place/"part.safetensors").replace(file)
     return load_file(file) if a.steps else {}
 
@@ -123,19 +127,14 @@ def fitted(a, run, model, name, seed, table, costs, place):
         by = {kind: {k: replayed(answers, t, k, costs) if answers else 1. for k in WIDTHS}
               for kind, t in dict(table=table, copies=None).items()}
         state = {n: w.tolist() for n, w in controller.state_dict().items()} if controller else None
-        write(file, dict(controller=state, replayed=by, rules={
-            kind: min(found, key=found.get) for kind, found in by.items()}))
+        rules = {kind: min(found, key=found.get) for kind, found in by.items()}
+        write_atomic(file, json.dumps(dict(controller=state, replayed=by, rules=rules)))
     kept = json.loads(file.read_text())
     if kept["controller"]:
         controller = Acceptance()
         controller.load_state_dict({n: torch.tensor(w) for n, w in kept["controller"].items()})
         kept["controller"] = controller.requires_grad_(False).eval()
     return kept
-
-
-def write(path, value):
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value)); part.replace(path)
 
 
 def ways_of(table, other, costs, kept):
@@ -264,12 +263,13 @@ def main():
         dtype = str(model.dtype).removeprefix("torch.")
         work = a.work/dtype
         work.mkdir(parents=True, exist_ok=True)
-        if not (work/"costs.json").exists(): write(work/"costs.json", asdict(pass_costs(model)))
+        if not (work/"costs.json").exists():
+            write_atomic(work/"costs.json", json.dumps(asdict(pass_costs(model))))
         costs = json.loads((work/"costs.json").read_text())
         costs = PassCosts(**costs | dict(passes=tuple(map(tuple, costs["passes"]))))
         tables = {n: learn_table(references(run.data[n])) for n in run.order}
-        out, bare = a.out or Path(f"records/bench/passes-{dtype}.json"), model.state_dict()
-        bare = {n: p.clone() for n, p in bare.items() if "q_proj" in n or "v_proj" in n}
+        out = a.out or Path(f"records/bench/passes-{dtype}.json")
+        bare = {n: p.clone() for n, p in tuned_part(model).items()}
         for seed, name in [(s, n) for s in range(a.seeds) for n in run.order]:
             place = work/f"{name}-s{seed}"
             place.mkdir(exist_ok=True)

@@ -183,7 +183,7 @@ def in_eight_bits(
     if hasattr(model, "_orig_mod"):
         raise ValueError(
             "in_eight_bits cannot reach into a compiled model: give the one it was made of")
-    inner = language_model(model)
+    inner = language_model(model, "in_eight_bits")
     found = list(linears_by_input(inner))
     check_linears(inner, found)
     product = with_activations if activations else weight_only

@@ -54,12 +54,11 @@ def passes_verdict(
 # %% ../../nbs/study/22_passes.ipynb #ac2bb216
 def texts_told(
     record: dict, # of `bench/passes.py`
-    arm: str = "passes",
 ) -> str: # a sentence
     "How near the two tokens are where texts first differ."
-    gaps = [of["arms"][arm]["gap"] for of in record["tasks"].values()]
+    arms = [of["arms"]["passes"] for of in record["tasks"].values()]
+    gaps, rows = [r["gap"] for r in arms], sum(r["rows"] for r in arms)
     differ, near = (sum(g[k] for g in gaps) for k in ("differ", "within_one"))
-    rows = sum(of["arms"][arm]["rows"] for of in record["tasks"].values())
     return (f"Of {rows} texts {differ} differ from plain generation's; at the first difference the "
             f"two logits lie within one spacing of {record['dtype']} at that size in {near}, and "
             f"within {max(g['most'] for g in gaps):.1f} in all.")
