@@ -12,7 +12,6 @@ most memory of a process of its own that does one round.
 """
 import argparse
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from himalaya_hest.himalaya.tuner import name_row
 from himalaya_hest.running.backbone import load_backbone
 from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.evaluation import evaluation_batches, generate_batch
+from himalaya_hest.running.record import peak_memory_mb
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.training import learn_task
 from himalaya_hest.workshop.measuring import called, circumstances, ratio, spread, write_record
@@ -98,7 +98,7 @@ def main():
         run.accelerator = Accelerator(cpu=True)
         if a.peak:
             one_round(run, filled(run, a.finished[0], a.r))
-            return print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6)
+            return print(peak_memory_mb())
         times = measured(run, a.finished, a.rounds, a.r)
     first, out = a.finished[0], {}
     for n, of in times.items():
