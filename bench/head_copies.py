@@ -1,5 +1,5 @@
-"""What a head in bfloat16 on a CPU costs on the last states of a batch of prompts, which lie apart
-in memory, and on the same states laid side by side (`himalaya_hest.running.evaluation.one_product`).
+"""A head in bfloat16 on a CPU, on states that lie apart in memory and side by side: the last states
+of a batch of prompts lie apart (`himalaya_hest.running.evaluation.one_product`).
 
     OMP_NUM_THREADS=1 python bench/head_copies.py
     OMP_NUM_THREADS=1 python bench/head_copies.py --rows 8 --rounds 2 --out /tmp/head.json
