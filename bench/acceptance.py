@@ -34,6 +34,7 @@ def arguments(doc):
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parameters", nargs="*", help="of a run, as name=value")
+    parser.add_argument("--stream", default="local25", help="that has the tasks")
     parser.add_argument("--tasks", nargs="+", default=["cnn_dailymail", "xsum"])
     parser.add_argument("--new-tokens", type=int, default=48)
     return parser
@@ -42,7 +43,7 @@ def arguments(doc):
 def begun(a, folder):
     "A run with the tasks' rows, and its bare backbone."
     stream = Path(folder)/"asked.yaml"
-    stream.write_text(f"{{name: asked, extends: local25, only: [{', '.join(a.tasks)}]}}")
+    stream.write_text(f"{{name: asked, extends: {a.stream}, only: [{', '.join(a.tasks)}]}}")
     of = dict(scale="small", adapter="lora", dtype="float32", results_dir=folder,
         training=dict(max_length=384))
     run = begin_run(resolve(of | dict(stream=str(stream)) | read_arguments(a.parameters)))

@@ -5,13 +5,16 @@ same prompts, in turns at each prompt, and its process time is divided by plain 
         dtype=bfloat16
     OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER \
         dtype=bfloat16 --steps 0 --seeds 1 --prompts 16
+    OMP_NUM_THREADS=1 python bench/passes.py scale=mini source=mini --stream mini_cnndm \
+        --tasks cnn_articles --steps 122 --batch 8 --rate .02 --out records/bench/passes-mini.json
 
 For each of --seeds seeds and each of --tasks a LoRA (r = 8 on q and v, rate 3e-3) learns --steps
-steps of --batch training rows and is merged; the controller is fitted on greedy answers to
---answers further training rows, and on the same answers fixed rules (a copy, else the table, so
-many tokens each time) are replayed, of which only the cheapest is measured. Tables are of the
-references of all training rows. The first --prompts validation rows are dealt to the seeds in
-turn; arms that are no plain generation, lookup, rule or `passes` have only --few of them. What a
+steps of --batch training rows, in rounds where there are fewer, and is merged. On greedy answers to
+--answers further training rows the controller is fitted and fixed rules are replayed, so many
+tokens each time of a copy or else of what the table says, of a copy, or of the table; the cheapest
+of all is the rival, and that of each other kind is measured too. Tables are of the references of
+all training rows. The first --prompts validation rows are dealt to the seeds in turn; arms that are
+no plain generation, lookup, rule or `passes` have only --few of them. What a
 killed call has measured stays in --work, and the same call goes on; the record is of all that is
 there.
 
@@ -52,10 +55,13 @@ from himalaya_hest.workshop.measuring import called, circumstances, ratio, write
 
 PLAIN, LOOKUP, RULE, PASSES = "plain", "prompt_lookup_num_tokens", "fixed rule", "passes"
 ALL_ROWS = PLAIN, LOOKUP, RULE, PASSES
-COPIES, OTHER = "fixed rule, copies alone", "fixed rule, another task's table"
+# what a fixed rule drafts: a copy or else what the table says, copies, what the table says
+BOTH, COPIES, TABLE = "copies, else table", "copies alone", "table alone"
+OTHER = "fixed rule, another task's table"
 SHIPPED = "passes, the controller that ships"
 LOSSY = {f"lossy, ε = {e}": e for e in (.5, .2, .05)}
-IN_ORDER = [*ALL_ROWS, COPIES, OTHER, SHIPPED, *LOSSY]
+RULES = {f"fixed rule, {kind}": kind for kind in (BOTH, COPIES, TABLE)}
+IN_ORDER = [*ALL_ROWS, *RULES, OTHER, SHIPPED, *LOSSY]
 WIDTHS, UNBOUNDED = range(1, 7), 1e9
 
 
@@ -66,26 +72,29 @@ def references(data):
         + [l for l in r["labels"] if l != -100] for r in rows]
 
 
-def certain():
+def certain(kind):
     "A controller that is sure of every draft: the longest is checked, of two the copy."
     acceptance = Acceptance().requires_grad_(False)
-    acceptance.hidden.weight.zero_(), acceptance.out.bias.fill_(99.)
+    acceptance.hidden.weight.zero_(), acceptance.hidden.bias.zero_(), acceptance.out.bias.fill_(99.)
+    # the first mark is that of a copy: it takes away more than there is
+    if kind == TABLE: acceptance.hidden.weight[:, 0], acceptance.out.weight[:] = 1., -99.
     return acceptance
 
 
-def rule(k, table): # with free tokens the longest draft is best: a rule in place of a controller
-    return dict(table=table, acceptance=certain(), costs=(1.,) * (k + 1), energy_budget=UNBOUNDED)
+def rule(kind, k, table): # with free tokens the longest draft is best
+    return dict(table=None if kind == COPIES else table, acceptance=certain(kind),
+        costs=(1.,) * (k + 1), energy_budget=UNBOUNDED)
 
 
-def replayed(answers, table, k, costs):
+def replayed(answers, table, kind, k, costs):
     "What a fixed rule spends on answers that are known, in passes a token."
-    sure, spent = certain(), 0.
+    drafts, spent = rule(kind, k, table), 0.
     for prompt, answer, _ in answers:
         text, i = Lookup(), 1
         text.extend(prompt + answer[:1])
         while i < len(answer):
-            drafts = both_guesses(text, table, k)
-            guess = chosen_draft(drafts, sure, (1.,) * (k + 1), (.5, .4), False)
+            guesses = both_guesses(text, drafts["table"], k)
+            guess = chosen_draft(guesses, drafts["acceptance"], drafts["costs"], (.5, .4), False)
             stood = n_standing(guess, answer[i:])
             spent += costs.at(len(text.ids))[len(guess)]
             text.extend(answer[i:i + stood + 1])
@@ -103,13 +112,19 @@ def tuned_part(model): # of its state
     return {n: p for n, p in model.state_dict().items() if "q_proj" in n or "v_proj" in n}
 
 
+def learned_rows(a, run, name): # the rows behind them are the controller's
+    return min(a.steps * a.batch, len(run.data[name].train) - a.answers)
+
+
 def weights_of(a, run, model, name, seed, place):
     "The backbone with a LoRA merged that has learned the task; from a file where it was learned."
     file = place/"weights.safetensors"
     if a.steps and not file.exists():
-        rows = run.data[name].train.to_list()[:a.steps * a.batch]
-        batches = list(TaskLoader(rows, Collator(run.tokenizer), a.batch, seed=seed))
-        merged = trained(model, batches, loss_of, seed).merge_and_unload()
+        rows = run.data[name].train.to_list()[:learned_rows(a, run, name)]
+        batches = []
+        while len(batches) < a.steps:
+            batches += TaskLoader(rows, Collator(run.tokenizer), a.batch, seed, epoch=len(batches))
+        merged = trained(model, batches[:a.steps], loss_of, seed, a.rate).merge_and_unload()
         save_file(tuned_part(merged), place/"part.safetensors")
         (place/"part.safetensors").replace(file)
     return load_file(file) if a.steps else {}
@@ -119,16 +134,17 @@ def fitted(a, run, model, name, seed, table, costs, place):
     "Controller and fixed rules, from answers to training rows that were not trained on."
     file = place/"fitted.json"
     if not file.exists():
-        rows = run.data[name].train.to_list()[a.steps * a.batch:][:a.answers]
+        rows = run.data[name].train.to_list()[learned_rows(a, run, name):][:a.answers]
         answers = answers_of(model, run.tokenizer, list(map(prompt_row, rows)), a.new_tokens)
         answers = [x for x in answers if len(x[1]) > 1]
         controller = learn_acceptance(*joined(examples(answers)), seed=seed) if answers else None
         # the table holds references, and no answer of the model
-        by = {kind: {k: replayed(answers, t, k, costs) if answers else 1. for k in WIDTHS}
-              for kind, t in dict(table=table, copies=None).items()}
+        by = {kind: {k: replayed(answers, table, kind, k, costs) if answers else 1. for k in WIDTHS}
+              for kind in RULES.values()}
         state = {n: w.tolist() for n, w in controller.state_dict().items()} if controller else None
         rules = {kind: min(found, key=found.get) for kind, found in by.items()}
-        write_atomic(file, json.dumps(dict(controller=state, replayed=by, rules=rules)))
+        best = min(rules, key=lambda kind: by[kind][rules[kind]])
+        write_atomic(file, json.dumps(dict(controller=state, replayed=by, rules=rules, best=best)))
     kept = json.loads(file.read_text())
     if kept["controller"]:
         controller = Acceptance()
@@ -140,10 +156,13 @@ def fitted(a, run, model, name, seed, table, costs, place):
 def ways_of(table, other, costs, kept):
     "What `fewer_passes` is told by each arm; plain generation and Transformers' own are told else."
     bounded = dict(table=table, costs=costs, acceptance=kept["controller"])
-    rules = kept["rules"]
-    ways = {PLAIN: None, LOOKUP: 4, RULE: rule(rules["table"], table), PASSES: bounded,
-        COPIES: rule(rules["copies"], None), SHIPPED: dict(table=table, costs=costs)}
-    if other: ways[OTHER] = rule(rules["table"], other)
+    def best(table): return rule(kept["best"], kept["rules"][kept["best"]], table)
+    ways = {PLAIN: None, LOOKUP: 4, RULE: best(table), PASSES: bounded,
+        SHIPPED: dict(table=table, costs=costs)}
+    # the best one is measured already
+    for name, kind in RULES.items():
+        if kind != kept["best"]: ways[name] = rule(kind, kept["rules"][kind], table)
+    if other: ways[OTHER] = best(other)
     for name, e in LOSSY.items(): ways[name] = bounded | dict(energy_budget=.5, lossy={e: .5})
     return ways
 
@@ -238,7 +257,8 @@ def summary(a, run, work):
         rows = [json.loads(line) for p in places for line in p.open()]
         if not rows: continue
         ways = [w for w in IN_ORDER if any(w in r["arms"] for r in rows)]
-        rules = [json.loads((p.parent/"fitted.json").read_text())["rules"] for p in places]
+        kept = [json.loads((p.parent/"fitted.json").read_text()) for p in places]
+        rules = [dict(best=k["best"]) | k["rules"] for k in kept]
         asked = asked_of(run, name)
         out[name] = dict(metric=asked.metric, seeds=len(places), rules=rules,
             prompt_tokens=float(np.median([r["prompt"] for r in rows])),
@@ -251,6 +271,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=45, help="0: the bare backbone")
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--answers", type=int, default=24, help="that a controller is fitted on")
     parser.add_argument("--prompts", type=int, default=150, help="of each task, over all seeds")
     parser.add_argument("--few", type=int, default=60, help="of each task, for the other arms")
@@ -261,14 +282,14 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         run, model = begun(a, folder)
         dtype = str(model.dtype).removeprefix("torch.")
-        work = a.work/dtype
+        out = a.out or Path(f"records/bench/passes-{dtype}.json")
+        work = a.work/out.stem.removeprefix("passes-")
         work.mkdir(parents=True, exist_ok=True)
         if not (work/"costs.json").exists():
             write_atomic(work/"costs.json", json.dumps(asdict(pass_costs(model))))
         costs = json.loads((work/"costs.json").read_text())
         costs = PassCosts(**costs | dict(passes=tuple(map(tuple, costs["passes"]))))
         tables = {n: learn_table(references(run.data[n])) for n in run.order}
-        out = a.out or Path(f"records/bench/passes-{dtype}.json")
         bare = {n: p.clone() for n, p in tuned_part(model).items()}
         for seed, name in [(s, n) for s in range(a.seeds) for n in run.order]:
             place = work/f"{name}-s{seed}"
@@ -282,7 +303,7 @@ def main():
             measured(a, run, model, (name, seed), ways, place/"rows.jsonl")
             found = summary(a, run, work)
             write_record(out, circumstances(called(__file__), "cpu") | dict(
-                dtype=dtype, steps=a.steps, new_tokens=a.new_tokens, pass_costs=asdict(costs),
+                model=Path(run.config.model).name, dtype=dtype, steps=a.steps, new_tokens=a.new_tokens, pass_costs=asdict(costs),
                 tasks=found))
             for w, r in found[name]["arms"].items():
                 print(name, w, r["rows"], r["token_time"], r["same"], flush=True)

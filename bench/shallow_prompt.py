@@ -39,16 +39,16 @@ def losses(model, m, rows):
     return np.array(out)
 
 
-def trained(model, batches, loss_of, seed=0):
+def trained(model, batches, loss_of, seed=0, rate=3e-3):
     "A LoRA that learned by a loss of a model and a batch."
     torch.manual_seed(seed)
     model = get_peft_model(copy.deepcopy(model), LoraConfig(
         task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
     weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=3e-3, weight_decay=0.)
+    optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0.)
     model.train()
     for k, batch in enumerate(batches):
-        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - k / len(batches))
+        optimizer.param_groups[0]["lr"] = rate * (1 - k / len(batches))
         loss = loss_of(model, batch)
         optimizer.zero_grad(); loss.backward(); optimizer.step()
         print(f"step {k + 1} of {len(batches)}", end="\r", flush=True)
