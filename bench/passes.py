@@ -303,8 +303,8 @@ def main():
             measured(a, run, model, (name, seed), ways, place/"rows.jsonl")
             found = summary(a, run, work)
             write_record(out, circumstances(called(__file__), "cpu") | dict(
-                model=Path(run.config.model).name, dtype=dtype, steps=a.steps, new_tokens=a.new_tokens, pass_costs=asdict(costs),
-                tasks=found))
+                model=Path(run.config.model).name, dtype=dtype, steps=a.steps,
+                new_tokens=a.new_tokens, pass_costs=asdict(costs), tasks=found))
             for w, r in found[name]["arms"].items():
                 print(name, w, r["rows"], r["token_time"], r["same"], flush=True)
 
