@@ -156,13 +156,12 @@ def fitted(a, run, model, name, seed, table, costs, place):
 def ways_of(table, other, costs, kept):
     "What `fewer_passes` is told by each arm; plain generation and Transformers' own are told else."
     bounded = dict(table=table, costs=costs, acceptance=kept["controller"])
-    def best(table): return rule(kept["best"], kept["rules"][kept["best"]], table)
-    ways = {PLAIN: None, LOOKUP: 4, RULE: best(table), PASSES: bounded,
+    rules = {kind: rule(kind, k, table) for kind, k in kept["rules"].items()}
+    ways = {PLAIN: None, LOOKUP: 4, RULE: rules[kept["best"]], PASSES: bounded,
         SHIPPED: dict(table=table, costs=costs)}
     # the best one is measured already
-    for name, kind in RULES.items():
-        if kind != kept["best"]: ways[name] = rule(kind, kept["rules"][kind], table)
-    if other: ways[OTHER] = best(other)
+    ways |= {name: rules[kind] for name, kind in RULES.items() if kind != kept["best"]}
+    if other: ways[OTHER] = rule(BOTH, kept["rules"][BOTH], other)
     for name, e in LOSSY.items(): ways[name] = bounded | dict(energy_budget=.5, lossy={e: .5})
     return ways
 

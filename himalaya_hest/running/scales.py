@@ -25,7 +25,10 @@ SCALES = { # what a scale gives to parameters that were left open
         training=dict(
             max_train_rows=400, max_length=128, bf16=False, gradient_checkpointing=False,
             train_sampling_strategy="group_by_length"),
-        evaluation=dict(max_eval_rows=50, final_eval_rows=150, per_device_eval_batch_size=50),
+        evaluation=dict(
+            max_eval_rows=50, final_eval_rows=150, per_device_eval_batch_size=50,
+            # generations that compare latency would take as long as some tasks
+            latency_pairs=0),
     ),
     "medium": dict(
         model="Qwen/Qwen2.5-0.5B", stream="continual25_medium", dtype="bfloat16",

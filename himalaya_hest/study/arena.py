@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LEAST_GAIN', 'NOT_LEARNABLE', 'alone_scores', 'constant_scores', 'not_learnable', 'learnable_table', 'arena_table',
-           'reworded_table', 'last_scores', 'groups_table']
+           'reworded_table', 'last_scores', 'groups_table', 'without']
 
 # %% ../../nbs/study/17_arena.ipynb #af53b8d3
 import numpy as np
@@ -13,6 +13,7 @@ from ..compare.pairs import grid_of
 from ..compare.standings import (
     MAIN_PAIRS, chance_row, known_table, main_table, mean_of)
 from ..ground.table import Table
+from ..measures.continual import retained_accuracy_auc
 from ..measures.record_tables import against_chance
 
 # %% ../../nbs/study/17_arena.ipynb #f7dedcfb
@@ -120,3 +121,21 @@ def groups_table(
     rows = sorted(rows, key=lambda row: -row[first])
     return known_table("mean score at the end, by group of tasks", ("method", "n", *groups),
                        rows + [{"method": "best constant answer"} | chance] * bool(chance))
+
+# %% ../../nbs/study/17_arena.ipynb #1d8dae81
+def without(
+    record: dict, # of a run with final scores
+    left: set[str], # names of tasks
+) -> dict: # record
+    "The same run as if these tasks had been learned and never asked."
+    keep = [i for i, t in enumerate(record["tasks"]) if t not in left]
+    # a score of nothing seen is none, so the row after such a task goes too
+    matrix = [[record["matrix"][i][j] for j in keep] for i in keep]
+    kept = lambda of: {t: v for t, v in of.items() if t not in left}
+    last = kept(last_scores(record))
+    final = dict(record.get("final") or {}, average_accuracy=float(np.mean([*last.values()])))
+    return record | dict(
+        tasks=[record["tasks"][i] for i in keep], matrix=matrix, final=final,
+        row_values=kept(record.get("row_values") or {}),
+        task_info=[t for t in record["task_info"] if t["name"] not in left],
+        summary=record["summary"] | dict(retained_accuracy_auc=retained_accuracy_auc(matrix)))

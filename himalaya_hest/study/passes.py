@@ -49,7 +49,8 @@ def passes_verdict(
     found = {n: of["arms"]["passes"]["against_rule"] for n, of in record["tasks"].items()}
     told = "; ".join(f"{r['median']:.2f} [{r['low']:.2f}, {r['high']:.2f}] on {n} ({_word(r)})"
                      for n, r in found.items())
-    return f"In {record['dtype']} it takes, of the measured time of the best fixed rule, {told}."
+    return (f"On {record['model']} in {record['dtype']} it takes, of the measured time of the best fixed "
+            f"rule, {told}.")
 
 # %% ../../nbs/study/22_passes.ipynb #ac2bb216
 def texts_told(
