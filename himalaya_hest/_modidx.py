@@ -2344,6 +2344,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                    'himalaya_hest/hest/passes.py'),
                                            'himalaya_hest.hest.passes._generator_for': ( 'hest/passes.html#_generator_for',
                                                                                          'himalaya_hest/hest/passes.py'),
+                                           'himalaya_hest.hest.passes._joules': ( 'hest/passes.html#_joules',
+                                                                                  'himalaya_hest/hest/passes.py'),
                                            'himalaya_hest.hest.passes.check_asked': ( 'hest/passes.html#check_asked',
                                                                                       'himalaya_hest/hest/passes.py'),
                                            'himalaya_hest.hest.passes.check_drafting': ( 'hest/passes.html#check_drafting',

@@ -33,6 +33,7 @@ class Drafted:
     plain: float = 0. # what plain generation spends on the same tokens after that
     narrowed: int = 0 # passes that could have been wider, but for the budget
     stopped: str = "" # "budget" where a cap ended the last answer
+    joules: float | None = None # that a counter read meanwhile; None: there is none
     @property
     def share(self) -> float: # of plain generation, prompts left out
         return self.spent / self.plain if self.plain else 1.
@@ -46,10 +47,11 @@ def __repr__(self: Drafted):
     if not self.passes: return "nothing was generated"
     stood = f"{self.accepted / self.drafted:.0%}" if self.drafted else "none"
     bound = f", narrowed by the budget {self.narrowed} times" if self.narrowed else ""
+    read = "" if self.joules is None else f", {self.joules:.3g} J"
     return (
         f"{self.tokens} tokens in {self.passes} passes, {self.tokens / self.passes:.2f} a pass; of "
         f"{self.drafted} drafted tokens {stood} stood; {self.share:.2f} of plain generation's cost, "
-        f"{self.whole_share:.2f} with the prompts{bound}")
+        f"{self.whole_share:.2f} with the prompts{bound}{read}")
 
 # %% ../../nbs/hest/18b_drafter.ipynb #a228f401
 @patch
@@ -57,9 +59,10 @@ def add(self: Drafted,
     more: Drafted, # of one call
 ) -> None:
     "One call more."
-    for name in (f.name for f in fields(self) if f.name != "stopped"):
+    for name in (f.name for f in fields(self) if f.name not in ("stopped", "joules")):
         setattr(self, name, getattr(self, name) + getattr(more, name))
     self.stopped = more.stopped
+    if more.joules is not None: self.joules = (self.joules or 0.) + more.joules
 
 # %% ../../nbs/hest/18b_drafter.ipynb #8d8f53b0
 @dataclass

@@ -111,6 +111,11 @@ def _asks_for_drafts(inner, kwargs): # what a call of `generate` becomes
     return kwargs | dict(stopping_criteria=StoppingCriteriaList([ends])), ends
 
 # %% ../../nbs/hest/19_passes.ipynb #6ce11e3b
+def _joules(meter): # so far; None where nothing counts them
+    if meter is None or meter.source == "none": return None
+    meter.synchronise()
+    return meter.joules()
+
 def _counted(out, ends, told): # an answer as it was asked for, with what it cost
     one, n_prompt = ends.drafter.told, ends.drafter.n_prompt
     if ends.end is not None:
@@ -148,6 +153,7 @@ def fewer_passes(
     credit: float = 1., # that an answer may cost beyond that
     cap: float = inf, # that an answer may cost at all, its prompt left out
     lossy: dict[float, float] | None = None, # of `learn_leniency`; None: the text stays the model's
+    meter=None, # of `measures.energy.find_meter`, whose Joules are told where it finds a counter
 ) -> Iterator[Drafted]:
     """Generate with fewer passes, one prompt at a time, until the block ends. Where a call returns a
     dictionary, `energy` of it is what that call cost. `ValueError` for what this road cannot do as
@@ -163,9 +169,10 @@ def fewer_passes(
     def generate(*args, **kwargs):
         check_asked(inner, kwargs, drafting.epsilon < 1)
         kwargs, ends = _asks_for_drafts(inner, kwargs)
-        token = _ENDS.set(ends)
+        token, before = _ENDS.set(ends), _joules(meter)
         try: out = plain(*args, **kwargs)
         finally: _ENDS.reset(token)
+        if before is not None: ends.drafter.told.joules = _joules(meter) - before
         return _counted(out, ends, told)
     generate.plain = plain
     with in_place_of(inner, generate=generate, _get_candidate_generator=_generator_for(drafting)):
