@@ -2,8 +2,9 @@ r"""Does the router find the task, and what does it cost? No adapter is trained:
 are shown to the router as a task's start shows them, then the evaluation's prompts are asked.
 
     OMP_NUM_THREADS=1 python bench/routing.py stream=mini25
-    OMP_NUM_THREADS=1 python bench/routing.py scale=small stream=local25 model=FOLDER source=local data_dir=FOLDER \
-        training.max_length=256
+    OMP_NUM_THREADS=1 python bench/routing.py stream=mini1000 --ways own
+    OMP_NUM_THREADS=1 python bench/routing.py scale=small stream=local25 model=FOLDER source=local \
+        data_dir=FOLDER training.max_length=256
 
 Each way of giving the instruction is used in training and evaluation alike (`own`, `unmarked`,
 `shared`, `shuffled`, `absent`), and `--asked` ways in the evaluation alone, after training on own
@@ -12,8 +13,14 @@ same features' means, and `centroids`: the first task where each leaves two or t
 of its prompts. `novel`: a fifth of the tasks is left out, five times over; how well are their
 prompts told from those of known tasks by how strange they are to the nearest task (AUROC), and which
 share of both does `abstain` leave to the bare backbone at so many standard deviations? The time is
-that of finding the task of one prompt, with as many tasks as there are and with copies of their means up
-to `--n-tasks`, against a forward pass of the backbone over that prompt.
+that of finding the task of one prompt, with as many tasks as there are and with means near to
+theirs up to `--n-tasks`, against a forward pass of the backbone over that prompt: by the router,
+which looks at all of them, and by SciPy's KD-tree of the same means (`tree`), which finds the
+nearest by the sum of both distances and is not what the router does.
+
+    OMP_NUM_THREADS=1 python bench/routing.py scale=small stream=local25 model=FOLDER source=local \
+        data_dir=FOLDER training.max_length=256 --ways own --n-tasks 1000 10000 100000 \
+        --out records/bench/routing_keys.json
 """
 import argparse
 import sys
@@ -24,9 +31,10 @@ from time import process_time
 import numpy as np
 import torch
 from scipy.cluster.vq import kmeans2
+from scipy.spatial import KDTree
 
 from himalaya_hest.bridge.routed import batch_contexts
-from himalaya_hest.himalaya.router import Router, strangeness, task_scores
+from himalaya_hest.himalaya.router import Router, solved, strangeness, task_scores
 from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.evaluation import evaluation_batches
 from himalaya_hest.running.resolve import resolve
@@ -110,26 +118,46 @@ def novel(run, known, asked):
         abstains={str(n): dict(known=float((a > n).mean()), novel=float((b > n).mean())) for n in N_STD})
 
 
+def many(run, known, n):
+    "A router of n tasks: those there are, then others near to them."
+    router, more = fitted(run, known), torch.arange(n) % len(known)
+    drawn = torch.Generator().manual_seed(0)
+    for view in (router.content, router.instruction):
+        for stack in (view.means, view.scales): stack.rows = stack.rows[more]
+        apart = torch.randint(-8, 9, (n, view.k), generator=drawn)
+        apart[:len(known)] = 0
+        view.means.rows = (view.means.rows.int() + apart).clamp(-127, 127).to(torch.int8)
+    return router
+
+
+def tree_of(router, pair):
+    "What finds the nearest mean of both views by a KD-tree."
+    views = router.content, router.instruction
+    tree = KDTree(torch.cat([solved(v)[2] for v in views], 1).numpy())
+    def found():
+        at = [z @ solved(v)[0] for v, z in zip(views, router.features(*pair))]
+        return tree.query(torch.cat(at, 1).numpy())[1]
+    return found
+
+
 @torch.no_grad()
 def cost(run, known, n_tasks, rounds):
     "Time of finding the task of one prompt over that of a forward pass, and both, medians in ms."
     batch = evaluation_batches([run.data[run.order[0]].evaluation], 1, run.tokenizer)[0]
     ids, backbone = batch["input_ids"], run.adapter.model.get_base_model()
     pair, times, out = tuple(x[:1] for x in known[0]), {}, {}
-    routers = {}
+    calls = dict(forward=lambda: backbone(input_ids=ids))
     for n in sorted({len(known), *n_tasks}):
-        routers[n] = fitted(run, known)
-        for view in (routers[n].content, routers[n].instruction):
-            more = torch.arange(n) % len(known)
-            for stack in (view.means, view.scales): stack.rows = stack.rows[more]
-    def forward(): backbone(input_ids=ids)
-    calls = {"forward": forward} | {n: lambda r=r: task_scores(r, *pair).argmax(1) for n, r in routers.items()}
+        router = many(run, known, n)
+        calls["all", n] = lambda r=router: task_scores(r, *pair).argmax(1)
+        calls["tree", n] = tree_of(router, pair)
     with run.adapter.model.disable_adapter():
         for name, call in [*calls.items()] * (rounds + 1):
             start = process_time(); call(); times.setdefault(name, []).append(process_time() - start)
     full = times.pop("forward")[1:]
-    for n, t in times.items():
-        out[str(n)] = dict(ratio(t[1:], full), route_ms=1e3 * float(np.median(t[1:])))
+    def told(t): return dict(ratio(t[1:], full), route_ms=1e3 * float(np.median(t[1:])))
+    for (how, n), t in times.items():
+        out.setdefault(str(n), {}).update(told(t) if how == "all" else dict(tree=told(t)))
     return dict(tokens=ids.shape[1], forward_ms=1e3 * float(np.median(full)), routed=out)
 
 
