@@ -14,9 +14,10 @@ steps of --batch training rows, in rounds where there are fewer, and is merged. 
 tokens each time of a copy or else of what the table says, of a copy, or of the table; the cheapest
 of all is the rival, and that of each other kind is measured too. Tables are of the references of
 all training rows. The first --prompts validation rows are dealt to the seeds in turn; arms that are
-no plain generation, lookup, rule or `passes` have only --few of them. What a
-killed call has measured stays in --work, and the same call goes on; the record is of all that is
-there.
+no plain generation, lookup, rule or `passes` have only --few of them. The mask is one of blocks
+that the backbone misses least on four batches, and a LoRA learned with it, at the last seed alone.
+What a killed call has measured stays in --work, and the same call goes on; the record is of all
+that is there.
 
 Ratios are medians over prompts, with the 95 % interval of a bootstrap over prompts: `time` of whole
 answers, `token_time` of a token, since answers may be of other lengths. `same` is the share of
@@ -45,8 +46,9 @@ from himalaya_hest.hest.acceptance import (
     Acceptance, chosen_draft, learn_acceptance, n_standing)
 from himalaya_hest.hest.drafter import Drafted
 from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
+from himalaya_hest.hest.eight_bits import in_eight_bits
 from himalaya_hest.hest.pass_budget import PassCosts, pass_costs
-from himalaya_hest.hest.passes import fewer_passes
+from himalaya_hest.hest.passes import fewer_passes, in_place_of
 from himalaya_hest.measures.text import get_metric
 from himalaya_hest.running.checkpoint import write_atomic
 from himalaya_hest.running.loop import final_tasks
@@ -59,9 +61,11 @@ ALL_ROWS = PLAIN, LOOKUP, RULE, PASSES
 BOTH, COPIES, TABLE = "copies, else table", "copies alone", "table alone"
 OTHER = "fixed rule, another task's table"
 SHIPPED = "passes, the controller that ships"
+INT8, INT8_PASSES = "plain, int8 (W8A8)", "passes, int8 (W8A8)"
+MASK = "a fifth of the blocks skipped, trained so"
 LOSSY = {f"lossy, ε = {e}": e for e in (.5, .2, .05)}
 RULES = {f"fixed rule, {kind}": kind for kind in (BOTH, COPIES, TABLE)}
-IN_ORDER = [*ALL_ROWS, *RULES, OTHER, SHIPPED, *LOSSY]
+IN_ORDER = [*ALL_ROWS, *RULES, OTHER, SHIPPED, *LOSSY, INT8, INT8_PASSES, MASK]
 WIDTHS, UNBOUNDED = range(1, 7), 1e9
 
 
@@ -108,6 +112,40 @@ def loss_of(model, batch):
     return target_loss(*target_logits(model, batch["labels"], **inputs))
 
 
+@contextlib.contextmanager
+def without_blocks(model, blocks):
+    "Blocks that hand on what they get."
+    layers = [model.get_decoder().layers[i] for i in blocks]
+    with contextlib.ExitStack() as stack:
+        for layer in layers: stack.enter_context(in_place_of(layer, forward=lambda x, **kw: x))
+        yield
+
+
+@torch.no_grad()
+def least_needed(model, batches):
+    "A fifth of the blocks: those without which the loss of right answers is least, one at a time."
+    found, n = {}, len(model.get_decoder().layers)
+    # the first one keeps the cache's length
+    for i in range(1, n):
+        with without_blocks(model, [i]):
+            found[i] = sum(float(loss_of(model, batch)) for batch in batches)
+    return sorted(sorted(found, key=found.get)[:max(n // 5, 1)])
+
+
+def masked(a, run, model, name, seed, place):
+    "Blocks to skip, and weights that learned the task without them."
+    file = place/"mask.json"
+    if not file.exists():
+        batches = learned_batches(a, run, name, seed)
+        blocks = least_needed(model, batches[:4])
+        def loss_without(model, batch):
+            with without_blocks(model, blocks): return loss_of(model, batch)
+        tuned = trained(model, batches, loss_without, seed, a.rate).merge_and_unload()
+        save_file(tuned_part(tuned), place/"masked.safetensors")
+        write_atomic(file, json.dumps(blocks))
+    return dict(blocks=json.loads(file.read_text()), weights=load_file(place/"masked.safetensors"))
+
+
 def tuned_part(model): # of its state
     return {n: p for n, p in model.state_dict().items() if "q_proj" in n or "v_proj" in n}
 
@@ -116,15 +154,19 @@ def learned_rows(a, run, name): # the rows behind them are the controller's
     return min(a.steps * a.batch, len(run.data[name].train) - a.answers)
 
 
+def learned_batches(a, run, name, seed): # of --steps steps
+    rows, batches = run.data[name].train.to_list()[:learned_rows(a, run, name)], []
+    while len(batches) < a.steps:
+        batches += TaskLoader(rows, Collator(run.tokenizer), a.batch, seed, epoch=len(batches))
+    return batches[:a.steps]
+
+
 def weights_of(a, run, model, name, seed, place):
     "The backbone with a LoRA merged that has learned the task; from a file where it was learned."
     file = place/"weights.safetensors"
     if a.steps and not file.exists():
-        rows = run.data[name].train.to_list()[:learned_rows(a, run, name)]
-        batches = []
-        while len(batches) < a.steps:
-            batches += TaskLoader(rows, Collator(run.tokenizer), a.batch, seed, epoch=len(batches))
-        merged = trained(model, batches[:a.steps], loss_of, seed, a.rate).merge_and_unload()
+        batches = learned_batches(a, run, name, seed)
+        merged = trained(model, batches, loss_of, seed, a.rate).merge_and_unload()
         save_file(tuned_part(merged), place/"part.safetensors")
         (place/"part.safetensors").replace(file)
     return load_file(file) if a.steps else {}
@@ -153,7 +195,7 @@ def fitted(a, run, model, name, seed, table, costs, place):
     return kept
 
 
-def ways_of(table, other, costs, kept):
+def ways_of(table, other, costs, costs_int8, kept):
     "What `fewer_passes` is told by each arm; plain generation and Transformers' own are told else."
     bounded = dict(table=table, costs=costs, acceptance=kept["controller"])
     rules = {kind: rule(kind, k, table) for kind, k in kept["rules"].items()}
@@ -163,7 +205,20 @@ def ways_of(table, other, costs, kept):
     ways |= {name: rules[kind] for name, kind in RULES.items() if kind != kept["best"]}
     if other: ways[OTHER] = rule(BOTH, kept["rules"][BOTH], other)
     for name, e in LOSSY.items(): ways[name] = bounded | dict(energy_budget=.5, lossy={e: .5})
-    return ways
+    return ways | {INT8: None, INT8_PASSES: bounded | dict(costs=costs_int8)}
+
+
+@contextlib.contextmanager
+def held_so(model, name, mask):
+    "The model as an arm has it."
+    if name in (INT8, INT8_PASSES):
+        with in_eight_bits(model): yield
+    elif name == MASK:
+        own = {n: p.clone() for n, p in tuned_part(model).items()}
+        model.load_state_dict(mask["weights"], strict=False)
+        with without_blocks(model, mask["blocks"]): yield
+        model.load_state_dict(own, strict=False)
+    else: yield
 
 
 def timed(model, ids, n, ends, way):
@@ -196,7 +251,7 @@ def asked_of(run, name): # all validation rows
     return next(t for t in final_tasks(run) if t.name == name)
 
 
-def measured(a, run, model, part, ways, file):
+def measured(a, run, model, part, ways, mask, file):
     "A line of all arms for each prompt that has none yet."
     name, seed = part
     have = {json.loads(line)["row"] for line in file.open()} if file.exists() else set()
@@ -208,7 +263,8 @@ def measured(a, run, model, part, ways, file):
         arms = [w for w in ways if few or w in ALL_ROWS]
         prompt, found = prompts[k]["input_ids"], {}
         for w in dice.sample(arms, len(arms)):
-            s, text, told = timed(model, torch.tensor([prompt]), a.new_tokens, ends, ways[w])
+            with held_so(model, w, mask):
+                s, text, told = timed(model, torch.tensor([prompt]), a.new_tokens, ends, ways[w])
             found[w] = dict(s=s, text=text, told=told)
         # nothing is counted at the first prompt of a process
         if first: continue
@@ -216,6 +272,12 @@ def measured(a, run, model, part, ways, file):
         line = json.dumps(dict(row=k, prompt=len(prompt), arms=found))
         with file.open("a") as f: f.write(line + "\n")
         print(f"{name}, seed {seed}: prompt {k}", end="\r", flush=True)
+
+
+def costs_kept(file, model): # of passes, measured once
+    if not file.exists(): write_atomic(file, json.dumps(asdict(pass_costs(model))))
+    costs = json.loads(file.read_text())
+    return PassCosts(**costs | dict(passes=tuple(map(tuple, costs["passes"]))))
 
 
 def told_of(rows, w):
@@ -284,10 +346,8 @@ def main():
         out = a.out or Path(f"records/bench/passes-{dtype}.json")
         work = a.work/out.stem.removeprefix("passes-")
         work.mkdir(parents=True, exist_ok=True)
-        if not (work/"costs.json").exists():
-            write_atomic(work/"costs.json", json.dumps(asdict(pass_costs(model))))
-        costs = json.loads((work/"costs.json").read_text())
-        costs = PassCosts(**costs | dict(passes=tuple(map(tuple, costs["passes"]))))
+        costs = costs_kept(work/"costs.json", model)
+        with in_eight_bits(model): costs_int8 = costs_kept(work/"costs_int8.json", model)
         tables = {n: learn_table(references(run.data[n])) for n in run.order}
         bare = {n: p.clone() for n, p in tuned_part(model).items()}
         for seed, name in [(s, n) for s in range(a.seeds) for n in run.order]:
@@ -295,11 +355,14 @@ def main():
             place.mkdir(exist_ok=True)
             model.load_state_dict(bare, strict=False)
             learned = weights_of(a, run, model, name, seed, place)
+            # one training is enough to show by how much it loses
+            last = a.steps and seed == a.seeds - 1
+            mask = masked(a, run, model, name, seed, place) if last else None
             model.load_state_dict(learned, strict=False)
             table, other = tables[name], next((t for n, t in tables.items() if n != name), None)
             kept = fitted(a, run, model, name, seed, table, costs, place)
-            ways = ways_of(table, other, costs, kept)
-            measured(a, run, model, (name, seed), ways, place/"rows.jsonl")
+            ways = ways_of(table, other, costs, costs_int8, kept) | ({MASK: None} if mask else {})
+            measured(a, run, model, (name, seed), ways, mask, place/"rows.jsonl")
             found = summary(a, run, work)
             write_record(out, circumstances(called(__file__), "cpu") | dict(
                 model=Path(run.config.model).name, dtype=dtype, steps=a.steps,
