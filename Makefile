@@ -4,11 +4,13 @@
 #   PYTHON=...    the interpreter the environment is made from (3.11 or newer)
 #   ADAPTER=lora  the adapter that `make continual25` and `make small` train
 #   WORKERS=2     processes that `make test` and `make test-all` use
+#   WITHOUT=log   notebooks that they leave out, as paths under nbs without .ipynb: what something else has run already
 PYTHON  ?= python3
 VENV    ?= .venv
 TORCH   ?=
 ADAPTER ?= himalaya
 WORKERS ?= 2
+WITHOUT ?=
 
 PAGES := nbs/index.ipynb nbs/workshop/12_equations.ipynb nbs/workshop/13_structure.ipynb nbs/89b_internals.ipynb nbs/93_claims.ipynb nbs/93a_energy_claims.ipynb nbs/94_results.ipynb nbs/94a_energy_results.ipynb nbs/94b_overview.ipynb nbs/94c_real_model.ipynb nbs/96_run_files.ipynb nbs/96a_configurations.ipynb nbs/96b_python.ipynb nbs/97_costs.ipynb nbs/97a_scale.ipynb nbs/98_ecosystem.ipynb nbs/98a_latency.ipynb nbs/89a_contributing.ipynb nbs/log.ipynb
 BIN   := $(VENV)/bin
@@ -18,7 +20,7 @@ ifeq ($(TORCH),cpu)
 TORCH_INDEX := --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 
-SUITE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m himalaya_hest.workshop.suite --workers $(WORKERS)
+SUITE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m himalaya_hest.workshop.suite --workers $(WORKERS) $(if $(WITHOUT),--without $(WITHOUT))
 
 .PHONY: install continual25 small test test-all test-rest test-reverse readme prepare docs clean
 install: $(STAMP)

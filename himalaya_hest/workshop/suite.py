@@ -110,15 +110,21 @@ def run_one(
 def notebooks_of(
     folder: Path, # with all that is below it
     full: bool | None, # as of `run_suite`
+    without: list[str] = (), # as of `run_suite`
 ) -> tuple[list[Path], list[tuple[str, Path]]]: # to be run, longest first; why not, of the others
-    "Every notebook is in one of the two."
+    "Every notebook is in one of the two; `ValueError` for names in `without` that none has."
+    found = {p.relative_to(folder).with_suffix("").as_posix(): p
+             for p in sorted(folder.rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts}
+    if unknown := [name for name in without if name not in found]:
+        raise ValueError(f"--without {' '.join(unknown)}: no such notebook in {folder}; "
+                         "expected a path in it without .ipynb, such as workshop/18_suite")
     todo, others = [], []
-    for p in sorted(folder.rglob("*.ipynb")):
-        if ".ipynb_checkpoints" in p.parts: continue
+    for name, p in found.items():
         notebook = json.loads(p.read_text(encoding="utf-8"))
         second = plain_name(p, folder) in SECOND
         # a target of papermill is run by papermill, in whatever tier
         if is_target(notebook): others.append(("a target of papermill", p))
+        elif name in without: others.append(("as asked", p))
         elif full is False and second: others.append(("of the second tier", p))
         elif full is None and not second and FULL not in flags_of(notebook):
             others.append(("whole in the first tier", p))
@@ -134,6 +140,7 @@ def run_suite(
     folder: Path, # of notebooks, with settings.ini above it
     full: bool | None = False, # with cells of the second tier; None: only notebooks of it
     flags: list[str] = (), # cells of these flags as well
+    without: list[str] = (), # notebooks that are left out: paths in the folder without .ipynb
     workers: int = 2, # processes
     tell=print, # is given a line for each notebook, as it ends
 ) -> list[Ran]: # in the order in which they ended
@@ -141,7 +148,7 @@ def run_suite(
     settings = (folder.parent/"settings.ini").read_text(encoding="utf-8")
     skipped = set(re.search(r"^tst_flags\s*=(.*)$", settings, re.M)[1].split()) - {*flags}
     if full is not False: skipped -= {FULL}
-    todo, others = notebooks_of(folder, full)
+    todo, others = notebooks_of(folder, full, without)
     for why, p in others: tell(f"not run, {why}: {p.relative_to(folder)}")
     out = []
     # copies of this process, which has loaded nothing yet that a test may find changed
@@ -156,7 +163,7 @@ def run_suite(
 # %% ../../nbs/workshop/18_suite.ipynb #ccf2894b
 def read_arguments(
     arguments: list[str] | None, # of the command line
-) -> argparse.Namespace: # full, flags, workers, longest, folder
+) -> argparse.Namespace: # full, flags, without, workers, longest, folder
     "What the command is asked for."
     parser = argparse.ArgumentParser(prog="python -m himalaya_hest.workshop.suite",
                                      description="Run the notebooks as tests.")
@@ -166,6 +173,8 @@ def read_arguments(
     tier.add_argument("--rest", dest="full", action="store_const", const=None,
                       help="only notebooks that have such cells, or are of that tier, whole")
     parser.add_argument("--flags", default="", help="run cells of these flags too: slow gpu network")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NOTEBOOK",
+                        help="not these: paths in the folder, without .ipynb")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--longest", type=int, default=20, help="notebooks and cells to list")
     parser.add_argument("--folder", type=Path, default=Path("nbs"), help="of the notebooks")
@@ -190,7 +199,7 @@ def main(
     # two processes of several threads each would wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     def tell(line): print(line, flush=True)
-    ran = run_suite(a.folder.resolve(), a.full, a.flags.split(), a.workers, tell)
+    ran = run_suite(a.folder.resolve(), a.full, a.flags.split(), a.without, a.workers, tell)
     failed = [r.name for r in ran if not r.passed]
     # the last line is read by others
     for line in (*longest(ran, a.longest), *(f"failed: {name}" for name in failed)): tell(line)
