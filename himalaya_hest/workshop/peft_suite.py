@@ -187,9 +187,12 @@ found = swap(__package__, find_subject({name!r}), Path("models"))
 Path("left_out").write_text(str(found.pop("left_out")))
 globals().update(found)
 """
-_CONFTEST = """from himalaya_hest.workshop.peft_subjects import find_subject
+_CONFTEST = """import gc
+from himalaya_hest.workshop.peft_subjects import find_subject
 from himalaya_hest.workshop.peft_suite import mark_skips
-def pytest_collection_modifyitems(items): mark_skips(items, find_subject({name!r}))
+def pytest_collection_modifyitems(items):
+    mark_skips(items, find_subject({name!r}))
+    gc.freeze() # many tests collect all garbage, and what was imported is none
 """
 
 # %% ../../nbs/workshop/05_peft_suite.ipynb #1eaa15e8
