@@ -176,6 +176,7 @@ def read_arguments(
     "What the command is asked for."
     parser = argparse.ArgumentParser(prog="python -m himalaya_hest.workshop.suite",
                                      description="Run the notebooks as tests.")
+    # no flag is the first tier, which is what is wanted most often
     tier = parser.add_mutually_exclusive_group()
     tier.add_argument("--all", dest="full", action="store_const", const=True, default=False,
                       help=f"cells flagged {FULL} as well")
