@@ -5669,6 +5669,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                         'himalaya_hest/study/arena.py'),
                                            'himalaya_hest.study.arena.reworded_table': ( 'study/arena.html#reworded_table',
                                                                                          'himalaya_hest/study/arena.py'),
+                                           'himalaya_hest.study.arena.tasks_table': ( 'study/arena.html#tasks_table',
+                                                                                      'himalaya_hest/study/arena.py'),
                                            'himalaya_hest.study.arena.without': ( 'study/arena.html#without',
                                                                                   'himalaya_hest/study/arena.py')},
             'himalaya_hest.study.bounds': { 'himalaya_hest.study.bounds.Followed': ( 'study/bounds.html#followed',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LEAST_GAIN', 'NOT_LEARNABLE', 'alone_scores', 'constant_scores', 'not_learnable', 'learnable_table', 'arena_table',
-           'reworded_table', 'last_scores', 'groups_table', 'without']
+           'reworded_table', 'last_scores', 'tasks_table', 'groups_table', 'without']
 
 # %% ../../nbs/study/17_arena.ipynb #af53b8d3
 import numpy as np
@@ -103,6 +103,21 @@ def last_scores(
     last = (record.get("final") or {}).get("scores")
     if last: return {t: last[t]["score"] for t in record["tasks"]}
     return dict(zip(record["tasks"], record["matrix"][-1]))
+
+# %% ../../nbs/study/17_arena.ipynb #94ec3e6d
+def tasks_table(
+    records: list[dict], # of one world
+    least: int = MAIN_PAIRS, # runs of a method
+) -> Table: # a row a task, in the order of its name; a column a method, the best first
+    "Score of each task at the end, the mean over runs; beside it the best constant answer."
+    kept = {m: [last_scores(r) for r in runs.values()]
+            for m, runs in grid_of(records).runs.items() if len(runs) >= least}
+    of = {m: {t: float(np.mean([scores[t] for scores in runs])) for t in runs[0]}
+          for m, runs in kept.items()}
+    constant = constant_scores(records)
+    methods = sorted(of, key=lambda m: -np.mean([*of[m].values()]))
+    rows = [[t, constant.get(t), *(of[m][t] for m in methods)] for t in sorted(of[methods[0]])]
+    return Table("score of each task at the end", ["task", "constant answer", *methods], rows)
 
 # %% ../../nbs/study/17_arena.ipynb #db5a3466
 def groups_table(

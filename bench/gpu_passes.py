@@ -1,0 +1,160 @@
+r"""Fewer passes over the weights on a GPU: what a pass over a few tokens costs at two shapes with
+random weights, and what generation then takes, with text of a real model.
+
+    python bench/gpu_passes.py        # writes records/bench/gpu_passes_<device>.json
+    python bench/gpu_passes.py --model FOLDER --data FOLDER    # and answers of a real model
+    python bench/gpu_passes.py --device cpu --tiny --meter replay --out /tmp/gpu.json   # a trial
+
+At the shapes of Qwen2.5-0.5B and 7B: passes over 1 to 8 tokens behind --contexts tokens, in
+bfloat16, in random order in every round, wall time between synchronisations (process time on a
+CPU), medians, and the median of ratios to a pass over one token with the 95 % interval of a
+bootstrap over rounds. Where there is a counter of
+energy, Joules of passes over 1 and over 5 tokens, in windows of 5 s and more in turns.
+
+Answers are greedy ones to the first --prompts validation articles of cnn_dailymail in the folder:
+plain generation, Transformers' prompt lookup and `fewer_passes` with the controller that ships and
+costs measured on this device, in random order at each prompt, over plain generation's time of the
+same prompt; `same` is the share of equal texts. Joules are of all prompts, an arm a window.
+"""
+import argparse
+import contextlib
+import random
+import re
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from gpu_blocks import BACKBONES, MadeTrace, TINY
+from transformers import Qwen2Config
+
+from himalaya_hest.ground.clock import clock_of
+from himalaya_hest.hest.pass_budget import pass_costs
+from himalaya_hest.hest.passes import fewer_passes
+from himalaya_hest.measures.energy import find_meter, measure_interleaved
+from himalaya_hest.running.backbone import load_backbone
+from himalaya_hest.streams.batching import prompt_row, stop_ids
+from himalaya_hest.streams.hub import get_source
+from himalaya_hest.streams.stream import load_stream
+from himalaya_hest.streams.tokenised import materialise
+from himalaya_hest.workshop.measuring import (
+    called, circumstances, random_backbone, ratio, write_record)
+
+SHAPES = {"qwen2.5-0.5b": lambda: Qwen2Config(hidden_size=896, intermediate_size=4864,
+        num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
+        tie_word_embeddings=True), "qwen2.5-7b": BACKBONES["qwen2.5-7b"]}
+WIDEST = 8 # tokens of a pass
+PLAIN, LOOKUP, PASSES = "plain", "prompt_lookup_num_tokens", "passes"
+
+
+def told_joules(meter, works, a):
+    "Gross and net Joules of a piece of work; nothing without a counter."
+    if meter.source == "none": return {}
+    found = measure_interleaved(meter, works, a.joule_rounds, a.window_s, a.cool_down_s)
+    return {m.name: dict(gross_j=m.gross_j, net_j=m.net_j) for m in found}
+
+
+@torch.no_grad()
+def passes(model, context, meter, a):
+    "Times of passes behind so many tokens, and Joules of two of them."
+    clock, dice = clock_of(a.device), random.Random(0)
+    ids = torch.ones(1, context, dtype=torch.long, device=a.device)
+    cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    def work(n):
+        model(input_ids=ids[:, :1].expand(1, n), past_key_values=cache, use_cache=True)
+        cache.crop(-n)
+    widths, times = range(1, WIDEST + 1), {n: [] for n in range(1, WIDEST + 1)}
+    for r in range(a.rounds + 1):
+        for n in dice.sample(widths, WIDEST):
+            start = clock()
+            work(n)
+            # nothing is counted in the first round
+            if r: times[n].append(clock() - start)
+    return dict(
+        context=context, ms={n: 1e3 * float(np.median(t)) for n, t in times.items()},
+        of_one={n: ratio(t, times[1]) for n, t in times.items()},
+        joules=told_joules(meter, {str(n): lambda n=n: work(n) for n in (1, 5)}, a))
+
+
+def articles(a, tokenizer):
+    "Prompts of validation rows."
+    task = next(t for t in load_stream("local25").tasks if t.name == "cnn_dailymail")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = materialise(task, get_source("local", a.data), "validation", tokenizer,
+            max_length=384, cache_dir=folder, max_rows=a.prompts)
+        return [prompt_row(r)["input_ids"] for r in rows.to_list()]
+
+
+def answers(meter, a):
+    "Time, text and Joules of the three ways."
+    model, tokenizer, _ = load_backbone(a.model, dtype="bfloat16")
+    model = model.to(a.device).eval()
+    costs, ends = pass_costs(model), stop_ids(tokenizer)
+    clock, dice = clock_of(a.device), random.Random(0)
+    prompts = [torch.tensor([p], device=a.device) for p in articles(a, tokenizer)]
+    def answer(way, ids):
+        more = dict(prompt_lookup_num_tokens=4) if way == LOOKUP else {}
+        with fewer_passes(model, costs=costs) if way == PASSES else contextlib.nullcontext():
+            return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids),
+                do_sample=False, max_new_tokens=a.new_tokens, pad_token_id=0, eos_token_id=ends,
+                **more)[0]
+    ways = PLAIN, LOOKUP, PASSES
+    times, texts = ({w: [] for w in ways} for _ in range(2))
+    for k, ids in enumerate([prompts[0], *prompts]):
+        for w in dice.sample(ways, len(ways)):
+            start = clock()
+            text = answer(w, ids).tolist()
+            # the first prompt is answered once before it counts
+            if k: times[w].append(clock() - start), texts[w].append(text)
+    joules = told_joules(meter, {w: lambda w=w: [answer(w, p) for p in prompts] for w in ways}, a)
+    return dict(prompts=len(prompts), costs=costs.passes, joules=joules, ways={w: dict(
+        s=float(np.median(times[w])), of_plain=ratio(times[w], times[PLAIN]),
+        same=float(np.mean([x == y for x, y in zip(texts[w], texts[PLAIN])]))) for w in ways})
+
+
+def arguments():
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--tiny", action="store_true", help="a tiny backbone, few rounds, short windows")
+    p.add_argument("--contexts", type=int, nargs="+", default=[64, 1024])
+    p.add_argument("--rounds", type=int, default=60)
+    p.add_argument("--model", help="a folder or GGUF file of a real model")
+    p.add_argument("--data", help="a folder with cnn_dailymail/validation.jsonl")
+    p.add_argument("--prompts", type=int, default=30)
+    p.add_argument("--new-tokens", type=int, default=48)
+    p.add_argument("--meter", default="auto", help="auto, nvml, rapl, none, or replay, a made trace")
+    p.add_argument("--joule-rounds", type=int, default=3)
+    p.add_argument("--window-s", type=float, default=5.)
+    p.add_argument("--cool-down-s", type=float, default=2.)
+    p.add_argument("--out", type=Path, help="default: records/bench/gpu_passes_<device>.json")
+    a = p.parse_args()
+    if a.tiny: a.rounds, a.window_s, a.cool_down_s, a.joule_rounds, a.contexts = 3, .05, 0., 1, [16]
+    if a.device.startswith("cuda") and not torch.cuda.is_available():
+        p.error("this machine has no CUDA device: --device cpu --tiny --out FILE tries the script")
+    if not a.device.startswith("cuda") and not a.out:
+        p.error("a trial on a CPU is no record of a GPU: give it another --out")
+    if bool(a.model) != bool(a.data): p.error("answers need both --model and --data")
+    return a
+
+
+def main():
+    a = arguments()
+    name = torch.cuda.get_device_name(a.device) if a.device.startswith("cuda") else a.device
+    out = a.out or Path(f"records/bench/gpu_passes_{re.sub('[^a-z0-9]+', '_', name.lower())}.json")
+    meter = MadeTrace() if a.meter == "replay" else find_meter(a.meter, a.device)
+    record = circumstances(called(__file__), a.device) | dict(
+        device=name, meter=meter.source, rounds=a.rounds, shapes={}, answers=None)
+    for shape, config in (TINY if a.tiny else SHAPES).items():
+        model = random_backbone(config(), torch.bfloat16, a.device)
+        record["shapes"][shape] = [passes(model, c, meter, a) for c in a.contexts]
+        del model
+        print(shape, [r["ms"] for r in record["shapes"][shape]], flush=True)
+        write_record(out, record)
+    if a.model:
+        record["answers"] = answers(meter, a)
+        print(record["answers"]["ways"])
+        write_record(out, record)
+
+
+if __name__ == "__main__": main()
