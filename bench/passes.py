@@ -15,7 +15,8 @@ tokens each time of a copy or else of what the table says, of a copy, or of the 
 of all is the rival, and that of each other kind is measured too. Tables are of the references of
 all training rows. The first --prompts validation rows are dealt to the seeds in turn; arms that are
 no plain generation, lookup, rule or `passes` have only --few of them. The mask is one of blocks
-that the backbone misses least on four batches, and a LoRA learned with it, at the last seed alone.
+that the backbone misses least on four batches, and a LoRA learned with it; HEST gates blocks by
+token at its default budget. Both learned the same rows, at the last seed alone.
 What a killed call has measured stays in --work, and the same call goes on; the record is of all
 that is there.
 
@@ -27,6 +28,7 @@ the model is held in) between numbers as large as its logits, by one pass over t
 `s_per_right` is time over the sum of scores, `nll` what the model itself thinks of the text.
 """
 import contextlib
+import copy
 import json
 import math
 import random
@@ -38,6 +40,7 @@ from time import process_time
 import numpy as np
 import torch
 from acceptance import answers_of, arguments, begun, examples, joined
+from peft import get_peft_model, PeftModel
 from safetensors.torch import load_file, save_file
 from shallow_prompt import trained
 
@@ -49,6 +52,7 @@ from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
 from himalaya_hest.hest.eight_bits import in_eight_bits
 from himalaya_hest.hest.pass_budget import PassCosts, pass_costs
 from himalaya_hest.hest.passes import fewer_passes, in_place_of
+from himalaya_hest.hest.tuner import HestConfig
 from himalaya_hest.measures.text import get_metric
 from himalaya_hest.running.checkpoint import write_atomic
 from himalaya_hest.running.loop import final_tasks
@@ -62,10 +66,10 @@ BOTH, COPIES, TABLE = "copies, else table", "copies alone", "table alone"
 OTHER = "fixed rule, another task's table"
 SHIPPED = "passes, the controller that ships"
 INT8, INT8_PASSES = "plain, int8 (W8A8)", "passes, int8 (W8A8)"
-MASK = "a fifth of the blocks skipped, trained so"
+MASK, HEST = "a fifth of the blocks skipped, trained so", "HEST, gated blocks"
 LOSSY = {f"lossy, ε = {e}": e for e in (.5, .2, .05)}
 RULES = {f"fixed rule, {kind}": kind for kind in (BOTH, COPIES, TABLE)}
-IN_ORDER = [*ALL_ROWS, *RULES, OTHER, SHIPPED, *LOSSY, INT8, INT8_PASSES, MASK]
+IN_ORDER = [*ALL_ROWS, *RULES, OTHER, SHIPPED, *LOSSY, INT8, INT8_PASSES, MASK, HEST]
 WIDTHS, UNBOUNDED = range(1, 7), 1e9
 
 
@@ -146,6 +150,27 @@ def masked(a, run, model, name, seed, place):
     return dict(blocks=json.loads(file.read_text()), weights=load_file(place/"masked.safetensors"))
 
 
+def gated(a, run, model, name, seed, place):
+    "The backbone with a HEST over its blocks that learned the task, at the budget that ships."
+    file = place/"hest"
+    if not file.exists():
+        torch.manual_seed(seed)
+        hest = get_peft_model(copy.deepcopy(model), HestConfig(task_type="CAUSAL_LM")).train()
+        optimizer = torch.optim.AdamW(hest.base_model.optimizer_groups())
+        rates = [g["lr"] for g in optimizer.param_groups]
+        batches = learned_batches(a, run, name, seed)
+        for k, batch in enumerate(batches):
+            for g, rate in zip(optimizer.param_groups, rates):
+                g["lr"] = rate * (1 - k / len(batches))
+            # the price of energy is in it
+            loss = hest(**{n: batch[n] for n in ("input_ids", "attention_mask", "labels")}).loss
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+            print(f"HEST: step {k + 1} of {len(batches)}", end="\r", flush=True)
+        hest.save_pretrained(place/"hest.part")
+        (place/"hest.part").replace(file)
+    return PeftModel.from_pretrained(copy.deepcopy(model), file).eval()
+
+
 def tuned_part(model): # of its state
     return {n: p for n, p in model.state_dict().items() if "q_proj" in n or "v_proj" in n}
 
@@ -209,16 +234,17 @@ def ways_of(table, other, costs, costs_int8, kept):
 
 
 @contextlib.contextmanager
-def held_so(model, name, mask):
+def held_so(model, name, mask, hest):
     "The model as an arm has it."
     if name in (INT8, INT8_PASSES):
-        with in_eight_bits(model): yield
+        with in_eight_bits(model): yield model
+    elif name == HEST: yield hest
     elif name == MASK:
         own = {n: p.clone() for n, p in tuned_part(model).items()}
         model.load_state_dict(mask["weights"], strict=False)
-        with without_blocks(model, mask["blocks"]): yield
+        with without_blocks(model, mask["blocks"]): yield model
         model.load_state_dict(own, strict=False)
-    else: yield
+    else: yield model
 
 
 def timed(model, ids, n, ends, way):
@@ -251,7 +277,7 @@ def asked_of(run, name): # all validation rows
     return next(t for t in final_tasks(run) if t.name == name)
 
 
-def measured(a, run, model, part, ways, mask, file):
+def measured(a, run, model, part, ways, others, file):
     "A line of all arms for each prompt that has none yet."
     name, seed = part
     have = {json.loads(line)["row"] for line in file.open()} if file.exists() else set()
@@ -263,8 +289,8 @@ def measured(a, run, model, part, ways, mask, file):
         arms = [w for w in ways if few or w in ALL_ROWS]
         prompt, found = prompts[k]["input_ids"], {}
         for w in dice.sample(arms, len(arms)):
-            with held_so(model, w, mask):
-                s, text, told = timed(model, torch.tensor([prompt]), a.new_tokens, ends, ways[w])
+            with held_so(model, w, *others) as held:
+                s, text, told = timed(held, torch.tensor([prompt]), a.new_tokens, ends, ways[w])
             found[w] = dict(s=s, text=text, told=told)
         # nothing is counted at the first prompt of a process
         if first: continue
@@ -357,12 +383,14 @@ def main():
             learned = weights_of(a, run, model, name, seed, place)
             # one training is enough to show by how much it loses
             last = a.steps and seed == a.seeds - 1
-            mask = masked(a, run, model, name, seed, place) if last else None
+            others = [make(a, run, model, name, seed, place) if last else None
+                for make in (masked, gated)]
             model.load_state_dict(learned, strict=False)
             table, other = tables[name], next((t for n, t in tables.items() if n != name), None)
             kept = fitted(a, run, model, name, seed, table, costs, place)
-            ways = ways_of(table, other, costs, costs_int8, kept) | ({MASK: None} if mask else {})
-            measured(a, run, model, (name, seed), ways, mask, place/"rows.jsonl")
+            ways = ways_of(table, other, costs, costs_int8, kept)
+            if last: ways |= {MASK: None, HEST: None}
+            measured(a, run, model, (name, seed), ways, others, place/"rows.jsonl")
             found = summary(a, run, work)
             write_record(out, circumstances(called(__file__), "cpu") | dict(
                 model=Path(run.config.model).name, dtype=dtype, steps=a.steps,
