@@ -321,13 +321,15 @@ def arm(run, asked, rows, w):
             for x in (w, PLAIN)}
     s = {x: np.array([o["s"] for o in of[x]]) for x in of}
     def a_token(x): return [t / len(o["text"]) for t, o in zip(s[x], of[x])]
-    score = get_metric(asked.metric)(said[w], [asked.references[r["row"]] for r in rows])["score"]
+    references = [asked.references[r["row"]] for r in rows]
+    score, plain = (get_metric(asked.metric)(said[x], references)["score"] for x in (w, PLAIN))
     other = [o["gap"] for o in of[w] if "gap" in o]
     return dict(
         rows=len(rows), time=ratio(s[w], s[PLAIN]), token_time=ratio(a_token(w), a_token(PLAIN)),
         against_rule=ratio(s[w], s[RULE]), s=float(s[w].sum()),
         percentiles_s=dict(zip(("p50", "p95", "p99"), np.percentile(s[w], (50, 95, 99)).tolist())),
-        score=score, s_per_right=float(s[w].sum()) / (score * len(rows)) if score else None,
+        score=score, plain_score=plain,
+        s_per_right=float(s[w].sum()) / (score * len(rows)) if score else None,
         to_plain=get_metric("rouge_l")(said[w], [(t,) for t in said[PLAIN]])["score"],
         same=float(np.mean([o["text"] == p["text"] for o, p in zip(of[w], of[PLAIN])])),
         nll=float(np.mean([o["nll"] for o in of[w]])),

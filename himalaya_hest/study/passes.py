@@ -22,13 +22,13 @@ def passes_records(
 # %% ../../nbs/study/22_passes.ipynb #4563b58d
 RIGHT_OR_WRONG = {"label_accuracy", "exact_match"}
 _COLUMNS = ["by", "prompts", "a token's time", "from", "to", "an answer's", "p95 s", "tokens a pass",
-            "same text", "score", "s for a right one", "nats"]
+            "same text", "score", "plain's", "s for a right one", "nats"]
 
 def _line(name, r, metric):
     time, passes, right = r["token_time"], r.get("passes"), metric in RIGHT_OR_WRONG
     return [name, r["rows"], time["median"], time["low"], time["high"], r["time"]["median"],
             r["percentiles_s"]["p95"], r["tokens"] / passes if passes else None, r["same"],
-            r["score"], r["s_per_right"] if right else None, r["nll"]]
+            r["score"], r["plain_score"], r["s_per_right"] if right else None, r["nll"]]
 
 def passes_table(
     record: dict, # of `bench/passes.py`
