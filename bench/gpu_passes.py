@@ -8,13 +8,14 @@ random weights, and what generation then takes, with text of a real model.
 At the shapes of Qwen2.5-0.5B and 7B: passes over 1 to 8 tokens behind --contexts tokens, in
 bfloat16, in random order in every round, wall time between synchronisations (process time on a
 CPU), medians, and the median of ratios to a pass over one token with the 95 % interval of a
-bootstrap over rounds. Where there is a counter of
-energy, Joules of passes over 1 and over 5 tokens, in windows of 5 s and more in turns.
+bootstrap over rounds. Where there is a counter of energy, Joules of passes over 1 and over 5
+tokens, in windows of 5 s and more in turns.
 
-Answers are greedy ones to the first --prompts validation articles of cnn_dailymail in the folder:
-plain generation, Transformers' prompt lookup and `fewer_passes` with the controller that ships and
-costs measured on this device, in random order at each prompt, over plain generation's time of the
-same prompt; `same` is the share of equal texts. Joules are of all prompts, an arm a window.
+Answers are greedy ones to the first --prompts validation articles of cnn_dailymail in the folder,
+the rows of passes.py: plain generation, Transformers' prompt lookup and `fewer_passes` with the
+controller that ships and costs measured on this device, in random order at each prompt, over plain
+generation's time of the same prompt; `same` is the share of equal texts. Joules are of all prompts,
+an arm a window.
 """
 import argparse
 import contextlib
@@ -25,18 +26,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from acceptance import begun
 from gpu_blocks import BACKBONES, MadeTrace, TINY
+from passes import asked_of
 from transformers import Qwen2Config
 
 from himalaya_hest.ground.clock import clock_of
 from himalaya_hest.hest.pass_budget import pass_costs
 from himalaya_hest.hest.passes import fewer_passes
 from himalaya_hest.measures.energy import find_meter, measure_interleaved
-from himalaya_hest.running.backbone import load_backbone
-from himalaya_hest.streams.batching import prompt_row, stop_ids
-from himalaya_hest.streams.hub import get_source
-from himalaya_hest.streams.stream import load_stream
-from himalaya_hest.streams.tokenised import materialise
+from himalaya_hest.streams.batching import stop_ids
 from himalaya_hest.workshop.measuring import (
     called, circumstances, random_backbone, ratio, write_record)
 
@@ -76,22 +75,17 @@ def passes(model, context, meter, a):
         joules=told_joules(meter, {str(n): lambda n=n: work(n) for n in (1, 5)}, a))
 
 
-def articles(a, tokenizer):
-    "Prompts of validation rows."
-    task = next(t for t in load_stream("local25").tasks if t.name == "cnn_dailymail")
-    with tempfile.TemporaryDirectory() as folder:
-        rows = materialise(task, get_source("local", a.data), "validation", tokenizer,
-            max_length=384, cache_dir=folder, max_rows=a.prompts)
-        return [prompt_row(r)["input_ids"] for r in rows.to_list()]
-
-
 def answers(meter, a):
     "Time, text and Joules of the three ways."
-    model, tokenizer, _ = load_backbone(a.model, dtype="bfloat16")
-    model = model.to(a.device).eval()
-    costs, ends = pass_costs(model), stop_ids(tokenizer)
+    given = [f"model={a.model}", "source=local", f"data_dir={a.data}", "dtype=bfloat16"]
+    asked = argparse.Namespace(stream="local25", tasks=["cnn_dailymail"], parameters=given)
+    with tempfile.TemporaryDirectory() as folder:
+        run, model = begun(asked, folder)
+        rows = asked_of(run, "cnn_dailymail").prompts[:a.prompts]
+        prompts = [torch.tensor([r["input_ids"]], device=a.device) for r in rows]
+    model = model.to(a.device)
+    costs, ends = pass_costs(model), stop_ids(run.tokenizer)
     clock, dice = clock_of(a.device), random.Random(0)
-    prompts = [torch.tensor([p], device=a.device) for p in articles(a, tokenizer)]
     def answer(way, ids):
         more = dict(prompt_lookup_num_tokens=4) if way == LOOKUP else {}
         with fewer_passes(model, costs=costs) if way == PASSES else contextlib.nullcontext():

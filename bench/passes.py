@@ -42,7 +42,7 @@ import torch
 from acceptance import answers_of, arguments, begun, examples, joined
 from peft import get_peft_model, PeftModel
 from safetensors.torch import load_file, save_file
-from shallow_prompt import trained
+from shallow_prompt import learn, own_loss, trained
 
 from himalaya_hest.ground.loss import target_logits, target_loss
 from himalaya_hest.hest.acceptance import (
@@ -155,17 +155,10 @@ def gated(a, run, model, name, seed, place):
     file = place/"hest"
     if not file.exists():
         torch.manual_seed(seed)
-        hest = get_peft_model(copy.deepcopy(model), HestConfig(task_type="CAUSAL_LM")).train()
+        hest = get_peft_model(copy.deepcopy(model), HestConfig(task_type="CAUSAL_LM"))
         optimizer = torch.optim.AdamW(hest.base_model.optimizer_groups())
-        rates = [g["lr"] for g in optimizer.param_groups]
-        batches = learned_batches(a, run, name, seed)
-        for k, batch in enumerate(batches):
-            for g, rate in zip(optimizer.param_groups, rates):
-                g["lr"] = rate * (1 - k / len(batches))
-            # the price of energy is in it
-            loss = hest(**{n: batch[n] for n in ("input_ids", "attention_mask", "labels")}).loss
-            optimizer.zero_grad(); loss.backward(); optimizer.step()
-            print(f"HEST: step {k + 1} of {len(batches)}", end="\r", flush=True)
+        # the price of energy is in its own loss
+        learn(hest, optimizer, learned_batches(a, run, name, seed), own_loss)
         hest.save_pretrained(place/"hest.part")
         (place/"hest.part").replace(file)
     return PeftModel.from_pretrained(copy.deepcopy(model), file).eval()
@@ -300,8 +293,9 @@ def measured(a, run, model, part, ways, others, file):
         print(f"{name}, seed {seed}: prompt {k}", end="\r", flush=True)
 
 
-def costs_kept(file, model): # of passes, measured once
-    if not file.exists(): write_atomic(file, json.dumps(asdict(pass_costs(model))))
+def costs_kept(file, model, held=contextlib.nullcontext): # of passes, measured once
+    if not file.exists():
+        with held(model): write_atomic(file, json.dumps(asdict(pass_costs(model))))
     costs = json.loads(file.read_text())
     return PassCosts(**costs | dict(passes=tuple(map(tuple, costs["passes"]))))
 
@@ -375,7 +369,7 @@ def main():
         work = a.work/out.stem.removeprefix("passes-")
         work.mkdir(parents=True, exist_ok=True)
         costs = costs_kept(work/"costs.json", model)
-        with in_eight_bits(model): costs_int8 = costs_kept(work/"costs_int8.json", model)
+        costs_int8 = costs_kept(work/"costs_int8.json", model, in_eight_bits)
         tables = {n: learn_table(references(run.data[n])) for n in run.order}
         bare = {n: p.clone() for n, p in tuned_part(model).items()}
         for seed, name in [(s, n) for s in range(a.seeds) for n in run.order]:

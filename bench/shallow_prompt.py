@@ -39,6 +39,19 @@ def losses(model, m, rows):
     return np.array(out)
 
 
+def learn(model, optimizer, batches, loss_of):
+    "A step a batch, at rates that fall to zero on a straight line."
+    rates = [g["lr"] for g in optimizer.param_groups]
+    model.train()
+    for k, batch in enumerate(batches):
+        for g, rate in zip(optimizer.param_groups, rates):
+            g["lr"] = rate * (1 - k / len(batches))
+        loss = loss_of(model, batch)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(f"step {k + 1} of {len(batches)}", end="\r", flush=True)
+    return model.eval()
+
+
 def trained(model, batches, loss_of, seed=0, rate=3e-3):
     "A LoRA that learned by a loss of a model and a batch."
     torch.manual_seed(seed)
@@ -46,19 +59,16 @@ def trained(model, batches, loss_of, seed=0, rate=3e-3):
         task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0.)
-    model.train()
-    for k, batch in enumerate(batches):
-        optimizer.param_groups[0]["lr"] = rate * (1 - k / len(batches))
-        loss = loss_of(model, batch)
-        optimizer.zero_grad(); loss.backward(); optimizer.step()
-        print(f"step {k + 1} of {len(batches)}", end="\r", flush=True)
-    return model.eval()
+    return learn(model, optimizer, batches, loss_of)
+
+
+def own_loss(model, batch): # as the model says it
+    return model(**{n: batch[n] for n in ("input_ids", "attention_mask", "labels")}).loss
 
 
 def read_so(m): # the loss where the last m blocks read a prompt as keys and values alone
     def loss_of(model, batch):
-        with shallow_prompt(model, m):
-            return model(**{n: batch[n] for n in ("input_ids", "attention_mask", "labels")}).loss
+        with shallow_prompt(model, m): return own_loss(model, batch)
     return loss_of
 
 
