@@ -409,6 +409,7 @@ def main():
     told = circumstances(
         called(__file__, ("--again",)), a.device)
     known = json.loads(a.out.read_text(encoding="utf-8"))["rows"] if a.out.exists() else []
+    known = [r for r in known if r["method"] in METHODS]
     todo = [(w, m) for w in a.widths for m in a.methods]
     for i, (width, method) in enumerate(todo, 1):
         key = dict(width=width, layers=a.layers or LAYERS[width], prompt_rows=a.prompt_rows,
@@ -426,8 +427,8 @@ def main():
                     and r["layers"] == key["layers"] and r["prompt_rows"] == a.prompt_rows
                     and same(r, {k: v for k, v in settings.items() if k != "pairs"})
                     and "peak_memory_mb" in r), None) or memory_of("bare", width, a))
-        known = sorted([r for r in known if not same(r, key)] + [row],
-            key=lambda r: (r["device"], r["width"], r["prompt_rows"], list(METHODS).index(r["method"])))
+        known = sorted([r for r in known if not same(r, key)] + [row], key=lambda r: (
+            r["device"], r["width"], r["layers"], r["prompt_rows"], list(METHODS).index(r["method"])))
         write(a.out, told | dict(
             versions=dict(python=platform.python_version(), torch=torch.__version__,
                 transformers=transformers.__version__, peft=peft.__version__, numpy=np.__version__),

@@ -79,7 +79,7 @@ def router_bytes(
     size, views = lambda t: t.numel() * t.element_size(), (router.content, router.instruction)
     return dict(
         means=n_tasks * sum(v.k + 4 + 4 * (v.spreads is not None) for v in views if v.k),
-        covariance=sum(size(v.within) + size(v.n_rows) for v in views),
+        covariance=sum(size(v.factor) + size(v.n_rows) for v in views),
         statistics=sum(size(t) for t in router.buffers(recurse=False)))
 
 def kept_bytes(
@@ -269,7 +269,7 @@ class HimalayaConfig(HimalayaSettings, ShellConfig):
 def wanted_sizes(self: HimalayaConfig) -> tuple[dict[str, tuple], tuple[str, ...]]:
     "Shapes by the names of the core's state, and the numbers that they follow from."
     features = self.n_features * (self.n_features + 1) // 2
-    return {"router.content.within": (features,)}, ("n_features",)
+    return {"router.content.factor": (features,)}, ("n_features",)
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #3b63c537
 @patch

@@ -1,0 +1,73 @@
+"""What does a wrong task cost? Prompts of a finished run, answered by the task that the router finds
+and by their own.
+
+    himalaya-hest run stream=mini1000 n_tasks=250 instructions=absent adapter_config.r=4 \\
+        training.max_train_rows=400 evaluation.after_tasks=[250] run_id=untold
+    OMP_NUM_THREADS=1 python bench/confused.py runs/untold
+
+Tasks that resemble one another may be taken for one another and lose nothing by it. Every prompt is
+asked as the run asked it, and in `--asked` ways, each time twice: the router chooses the task
+(`found`), or it is named (`named`). `cost` is the difference of the scores, `first` the share of
+prompts for which the router chooses their own task. Means over tasks, with 95 % intervals over
+tasks (BCa).
+"""
+import argparse
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from himalaya_hest.measures.statistics import bca_interval
+from himalaya_hest.running.continual_run import begin_run
+from himalaya_hest.running.evaluation import evaluate, evaluation_batches
+from himalaya_hest.running.run_files import load_config
+from himalaya_hest.workshop.measuring import called, circumstances, write_record
+
+
+def asked(run, task):
+    "Score by the router's tasks and by its own, and the share of prompts that find their own."
+    tuner, found = run.adapter.tuner, []
+    def score(): return evaluate(run.adapter, [task], run.tokenizer)[0][task.name]["score"]
+    for batch in evaluation_batches([task], 128, run.tokenizer): found += tuner.find_tasks(batch)
+    by_router = score()
+    tuner.set_task(task.name)
+    try: return by_router, score(), float(np.mean([f == task.name for f in found]))
+    finally: tuner.set_task(None)
+
+
+def told(rows):
+    "Means over tasks, and the difference with its interval."
+    found, named, first = np.array(rows).T
+    low, high = bca_interval(found - named)
+    return dict(found=found.mean(), named=named.mean(), first=first.mean(),
+        cost=dict(mean=(found - named).mean(), low=low, high=high))
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a finished run")
+    parser.add_argument("--tasks", type=int, default=0, help="a seeded sample of so many; 0: all")
+    parser.add_argument("--asked", nargs="*", default=[], help="other ways of giving the instruction")
+    parser.add_argument("--out", type=Path, default="records/bench/confused.json")
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    config = load_config(a.run/"config.yaml")
+    run = begin_run(replace(config, evaluation=config.evaluation | dict(instructions=a.asked)))
+    run.adapter.model.load_adapter(a.run/"adapter", "default")
+    run.adapter.model.eval()
+    names, rows = run.order, {way: [] for way in (config.instructions, *a.asked)}
+    if a.tasks: names = sorted(random.Random(0).sample(names, min(a.tasks, len(names))))
+    for k, name in enumerate(names):
+        data = run.data[name]
+        tasks = {config.instructions: data.evaluation, **data.reworded}
+        for way, of in rows.items(): of.append(asked(run, tasks[way]))
+        if not k % 20: print(f"{k}/{len(names)}", name, {w: of[-1] for w, of in rows.items()}, flush=True)
+    write_record(a.out, circumstances(called(__file__), "cpu") | dict(
+        run=config.run_id, n_tasks=len(run.order), asked=len(names),
+        ways={way: told(of) for way, of in rows.items()}))
+
+
+if __name__ == "__main__": main()
