@@ -28,7 +28,7 @@ from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import quantise_rows, unit
 from ..ground.quant import dequantise_groups, pack_planes
 from ..himalaya.coordinates import signed_buckets, site_stream
-from ..himalaya.router import Router, task_scores, view_faults
+from ..himalaya.router import old_router, Router, task_scores, view_faults
 from ..himalaya.tuner import router_bytes
 
 add_peft_type("LORA_BANK")
@@ -111,7 +111,6 @@ class BankSettings:
     vector_rate: float = 60. # of directions, times the base rate over √d
     seed: int = 0 # of first directions and of signs
 
-
 # %% ../../nbs/adapters/04_lora_bank.ipynb #23559ed2
 _GROUP = 32 # numbers of such a vector that share a scale
 
@@ -132,7 +131,6 @@ class Spread(nn.Module):
         sizes = [n * int(w) for count in self.counts for w, n in count.items()]
         parts = iter((x[:, self.bucket] * self.weight).split(sizes, 1))
         return [{w: next(parts).unflatten(1, (n, int(w))) for w, n in count.items()} for count in self.counts]
-
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #17d210d9
 def _places(widths, r): # per site: its width, and which of that width's vectors is its first
@@ -369,6 +367,7 @@ def bank_bytes(
 class LoraBankConfig(BankSettings, ShellConfig):
     "What defines a LoRA bank; it acts on the output projections of attention, where no modules are named."
     instead = ShellConfig.instead | dict(lora_alpha="gamma bounds the size of each component")
+    old_form = staticmethod(old_router)
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType["LORA_BANK"]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['View', 'covariance', 'inverse_root', 'solved', 'log_likelihoods', 'Router', 'joint_scores', 'task_scores',
-           'own_distances', 'strangeness', 'view_faults']
+           'own_distances', 'strangeness', 'view_faults', 'old_router']
 
 # %% ../../nbs/himalaya/03_router.ipynb #76f03262
 import math
@@ -200,3 +200,12 @@ def view_faults(
     sizes = ("scales.rows", "spreads.rows")
     negative = [n for n, t in state.items() if n.endswith(sizes) and bool((t < 0).any())]
     return [f"{n} holds a negative size" for n in negative]
+
+# %% ../../nbs/himalaya/03_router.ipynb #5b1607e7
+def old_router(
+    values: dict, # as adapter_config.json has them
+    tensors: dict[str, Tensor],
+) -> str: # empty: it is not
+    "How a file shows that its router kept a covariance, not its triangle."
+    kept = any(n.endswith((".content.within", ".instruction.within")) for n in tensors)
+    return "whose router kept a covariance" if kept else ""

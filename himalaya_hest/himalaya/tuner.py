@@ -27,7 +27,7 @@ from ..bridge.update import chosen_digests
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import unit
 from ..ground.rows import RowStack
-from .router import Router, strangeness, task_scores, view_faults
+from .router import old_router, Router, strangeness, task_scores, view_faults
 from .task_cores import (
     batch_update, TaskCores, task_bytes, task_factors, task_update)
 
@@ -238,6 +238,7 @@ class HimalayaConfig(HimalayaSettings, ShellConfig):
     "What defines an adapter; it acts on all projections of every layer, where none are named."
     frames_sha256: str | None = None # digest of the frames; filled in, and compared where it is loaded
     instead = ShellConfig.instead | dict(lora_alpha="gamma bounds the size of its update")
+    old_form = staticmethod(old_router)
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType["HIMALAYA"]
