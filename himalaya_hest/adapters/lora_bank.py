@@ -220,8 +220,7 @@ def choose(
     e: Tensor, # (b, d)
     tau: Tensor, # (b, d)
 ) -> Tensor: # (b,) int64
-    """The task with the nearest instruction; among tasks with that very instruction the one with the
-    nearest prompts. `RuntimeError` without statistics."""
+    "The nearest instruction, among equal ones the nearest prompts; `RuntimeError` without statistics."
     check_fitted(keys, "bank")
     def distance(name, x):
         points = getattr(keys, f"{name}_key")[:n].float() * getattr(keys, f"{name}_key_scale")[:n, None]

@@ -41,21 +41,28 @@ def apply(self: Update,
     x: Tensor, # (b, n, d_in) its input
     y: Tensor, # (b, n, d_out) its output
 ) -> Tensor: # (b, n, d_out)
-    "y + ΔW x, computed in x's dtype; `ValueError` if the batch is not the one that was routed."
+    """y + ΔW x, computed in x's dtype; `ValueError` if the batch is not the one that was routed. Of one
+    sequence without gradients it is written into y."""
     v = self.strength[site]
     check_routed(site, x, v)
-    if site in self.folded and not torch.is_grad_enabled():
-        read, write = self.folded[site]
-        if read.dtype == x.dtype: return torch.addmm(y[0], torch.mm(x[0], read), write)[None]
+    one = v.dim() == 2 and len(x) == 1 and not torch.is_grad_enabled()
+    if one and site in self.folded and self.folded[site][0].dtype == x.dtype:
+        return _added(self.folded[site], x, y)
     read, write = self.read[site], self.write[site]
     if read.dtype != x.dtype:
         read, write, v = read.to(x.dtype), write.to(x.dtype), v.to(x.dtype)
     # one sequence: its strength goes into the read vectors, once for all tokens to come
-    if v.dim() == 2 and x.shape[0] == 1 and not torch.is_grad_enabled():
+    if one:
         self.folded[site] = (v.T * read).T, write
-        return torch.addmm(y[0], torch.mm(x[0], self.folded[site][0]), write)[None]
+        return _added(self.folded[site], x, y)
     h = (x @ read.T) * (v[:, None] if v.dim() == 2 else v)
     return torch.addmm(y.flatten(0, 1), h.flatten(0, 1), write).view_as(y)
+
+# %% ../../nbs/bridge/12_update.ipynb #35277786
+def _added(factors, x, y): # y is the layer's own output, which nobody else has seen yet
+    read, write = factors
+    y[0].addmm_(torch.mm(x[0], read), write)
+    return y
 
 # %% ../../nbs/bridge/12_update.ipynb #2d5ce913
 def check_routed(site: int, x: Tensor, v: Tensor) -> None:
