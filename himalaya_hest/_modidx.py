@@ -4695,6 +4695,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                             'himalaya_hest/running/shapes.py'),
                                               'himalaya_hest.running.shapes.Shape': ( 'running/shapes.html#shape',
                                                                                       'himalaya_hest/running/shapes.py'),
+                                              'himalaya_hest.running.shapes.UnknownSize': ( 'running/shapes.html#unknownsize',
+                                                                                            'himalaya_hest/running/shapes.py'),
                                               'himalaya_hest.running.shapes._keeps_answers': ( 'running/shapes.html#_keeps_answers',
                                                                                                'himalaya_hest/running/shapes.py'),
                                               'himalaya_hest.running.shapes._layers_of': ( 'running/shapes.html#_layers_of',

@@ -134,10 +134,12 @@ def run_grid(
 
 # %% ../../nbs/jobs/21_grid.ipynb #dc7cebf1
 def _planned(parameters):
-    "(device, hours from and to) of a run."
+    "(device, hours from and to) of a run; None where only the run tells."
     from himalaya_hest.running.plan import make_plan, plan_numbers
+    from himalaya_hest.running.shapes import UnknownSize
     alone = {k: v for k, v in parameters.items() if k not in ("n_trials", "search")}
-    return next(iter(plan_numbers(make_plan(alone))["hours"].items()))
+    try: return next(iter(plan_numbers(make_plan(alone))["hours"].items()))
+    except UnknownSize: return None
 
 # %% ../../nbs/jobs/21_grid.ipynb #ab157b09
 def told_before(
@@ -151,10 +153,12 @@ def told_before(
         # as wide as a time, so that the names stand under one another
         took = "there already     "
         if run_state(results_dir, r).state != "finished":
-            device, hours = _planned(p)
-            devices.add(device)
-            total = [a + b for a, b in zip(total, hours)]
-            took = f"{60 * hours[0]:5.1f} to {60 * hours[1]:5.1f} min"
+            took = "time not known      "
+            if planned := _planned(p):
+                device, hours = planned
+                devices.add(device)
+                total = [a + b for a, b in zip(total, hours)]
+                took = f"{60 * hours[0]:5.1f} to {60 * hours[1]:5.1f} min"
         print(took, r, {k: v for k, v in p.items() if k not in ("results_dir", "run_id")})
     least, most = (60 * hours / workers for hours in total)
     searched = any(p.get("n_trials") for p in runs.values())

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHAPES', 'SMALL', 'TOGETHER', 'READ_ANSWERS', 'model_folder', 'model_config', 'Shape', 'published_dtype',
            'meta_model', 'shape_of', 'computes_in_bfloat16', 'held_dtype', 'element_bytes', 'weight_bytes',
-           'AdapterSize', 'kept_inputs', 'gated_inputs', 'adapter_size']
+           'AdapterSize', 'kept_inputs', 'gated_inputs', 'UnknownSize', 'adapter_size']
 
 # %% ../../nbs/running/07_shapes.ipynb #9dee3d88
 import math
@@ -264,16 +264,25 @@ def gated_inputs(
     return dict(
         kept=kept, gates=8 * d * readings + 36 * n * units, rounded=rounded, reading=reading)
 
+# %% ../../nbs/running/07_shapes.ipynb #d80f804f
+class UnknownSize(ValueError):
+    "What a plan cannot tell."
+
 # %% ../../nbs/running/07_shapes.ipynb #1e8ce7a5
 def _on_meta(config, model_cfg):
-    "The run's adapter in meta tensors."
+    "The run's adapter in meta tensors; `UnknownSize` where it is made of values."
     with torch.device("meta"), warnings.catch_warnings():
         # PEFT asks the backbone for a name that transformers is giving up
         warnings.simplefilter("ignore", FutureWarning)
-        return build_adapter(
-            config.adapter.partition("+")[0], meta_model(model_cfg), None, config.preset,
-            config.adapter_config, None, config.seed,
-        )
+        try:
+            return build_adapter(
+                config.adapter.partition("+")[0], meta_model(model_cfg), None, config.preset,
+                config.adapter_config, None, config.seed,
+            )
+        except NotImplementedError as e: # of an operation that has no form without values
+            raise UnknownSize(
+                f"{config.adapter} is made of the values of its tensors, and a plan has none: what "
+                "it takes is known only when it runs") from e
 
 def _layers_of(adapter):
     "The modules of an adapter by their path."
@@ -293,7 +302,7 @@ def adapter_size(
     model_cfg, # transformers config of the backbone
     n_tasks: int, # of the run
 ) -> AdapterSize:
-    "Counted on meta tensors; methods that PEFT cannot build there give an error of its own."
+    "Counted on meta tensors; `UnknownSize` for a method that PEFT cannot make there."
     adapter = _on_meta(config, model_cfg)
     trained = sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
 
