@@ -17,11 +17,14 @@ all training rows. The first --prompts validation rows are dealt to the seeds in
 no plain generation, lookup, rule or `passes` have only --few of them. The mask is one of blocks
 that the backbone misses least on four batches, and a LoRA learned with it; HEST gates blocks by
 token at its default budget. Both learned the same rows, at the last seed alone.
+Answers have at most as many tokens as the task allows and --new-tokens, and end as the task says.
 What a killed call has measured stays in --work, and the same call goes on; the record is of all
-that is there.
+that is there. `--again` measures nothing and writes the record of it.
 
 Ratios are medians over prompts, with the 95 % interval of a bootstrap over prompts: `time` of whole
-answers, `token_time` of a token, since answers may be of other lengths. `same` is the share of
+answers, `token_time` of a whole answer for each of its tokens, since answers may be of other
+lengths, `decode_time` of a token behind the prompt's pass. An arm that a prompt lacks is measured
+there later, beside those that each is measured beside. `same` is the share of
 plain generation's text; where it is another, `gap` is by how much the logits of the token of
 the plain text at the first difference and its own differ, in spacings of bfloat16 (or of the type
 the model is held in) between numbers as large as its logits, by one pass over the text.
@@ -53,23 +56,29 @@ from himalaya_hest.hest.eight_bits import in_eight_bits
 from himalaya_hest.hest.pass_budget import PassCosts, pass_costs
 from himalaya_hest.hest.passes import fewer_passes, in_place_of
 from himalaya_hest.hest.tuner import HestConfig
+from himalaya_hest.measures.rows import row_values
+from himalaya_hest.measures.statistics import bca_interval
 from himalaya_hest.measures.text import get_metric
 from himalaya_hest.running.checkpoint import write_atomic
+from himalaya_hest.running.evaluation import first_line, stopping
 from himalaya_hest.running.loop import final_tasks
 from himalaya_hest.streams.batching import Collator, TaskLoader, prompt_row, stop_ids
 from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
 
 PLAIN, LOOKUP, RULE, PASSES = "plain", "prompt_lookup_num_tokens", "fixed rule", "passes"
-ALL_ROWS = PLAIN, LOOKUP, RULE, PASSES
+BESIDE = PLAIN, LOOKUP, RULE # what each arm is measured beside
 # what a fixed rule drafts: a copy or else what the table says, copies, what the table says
 BOTH, COPIES, TABLE = "copies, else table", "copies alone", "table alone"
 OTHER = "fixed rule, another task's table"
-SHIPPED = "passes, the controller that ships"
+SHIPPED, AS_IT_COMES = "passes, the controller that ships", "passes, no table, nothing measured"
 INT8, INT8_PASSES = "plain, int8 (W8A8)", "passes, int8 (W8A8)"
 MASK, HEST = "a fifth of the blocks skipped, trained so", "HEST, gated blocks"
 LOSSY = {f"lossy, ε = {e}": e for e in (.5, .2, .05)}
 RULES = {f"fixed rule, {kind}": kind for kind in (BOTH, COPIES, TABLE)}
-IN_ORDER = [*ALL_ROWS, *RULES, OTHER, SHIPPED, *LOSSY, INT8, INT8_PASSES, MASK, HEST]
+FLOAT32 = "plain, float32"
+ALL_ROWS = *BESIDE, PASSES, INT8
+IN_ORDER = [*BESIDE, PASSES, *RULES, OTHER, SHIPPED, AS_IT_COMES, *LOSSY, FLOAT32, INT8, INT8_PASSES,
+            MASK, HEST]
 WIDTHS, UNBOUNDED = range(1, 7), 1e9
 
 
@@ -218,7 +227,7 @@ def ways_of(table, other, costs, costs_int8, kept):
     bounded = dict(table=table, costs=costs, acceptance=kept["controller"])
     rules = {kind: rule(kind, k, table) for kind, k in kept["rules"].items()}
     ways = {PLAIN: None, LOOKUP: 4, RULE: rules[kept["best"]], PASSES: bounded,
-        SHIPPED: dict(table=table, costs=costs)}
+        SHIPPED: dict(table=table, costs=costs), AS_IT_COMES: {}, FLOAT32: None}
     # the best one is measured already
     ways |= {name: rules[kind] for name, kind in RULES.items() if kind != kept["best"]}
     if other: ways[OTHER] = rule(BOTH, kept["rules"][BOTH], other)
@@ -229,7 +238,8 @@ def ways_of(table, other, costs, costs_int8, kept):
 @contextlib.contextmanager
 def held_so(model, name, mask, hest):
     "The model as an arm has it."
-    if name in (INT8, INT8_PASSES):
+    if name == FLOAT32: yield copy.deepcopy(model).float() # made anew: the weights are a task's own
+    elif name in (INT8, INT8_PASSES):
         with in_eight_bits(model): yield model
     elif name == HEST: yield hest
     elif name == MASK:
@@ -240,16 +250,21 @@ def held_so(model, name, mask, hest):
     else: yield model
 
 
-def timed(model, ids, n, ends, way):
-    "Process time of an answer, its tokens, and what was drafted."
+def timed(model, ids, n, tokenizer, stop, way):
+    "Process time of an answer and of its prompt's pass, its tokens, and what was drafted."
+    read = [] # when passes ended
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    hook = inner.register_forward_hook(lambda *a: read.append(process_time()))
     kw = dict(prompt_lookup_num_tokens=way) if isinstance(way, int) else {}
+    if ends := stopping(dict(stop=stop, input_ids=ids), tokenizer): kw["stopping_criteria"] = ends
     drafting = isinstance(way, dict)
     with fewer_passes(model, **way) if drafting else contextlib.nullcontext(Drafted()) as counted:
         start = process_time()
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-            max_new_tokens=n, pad_token_id=0, eos_token_id=ends, **kw)
+            max_new_tokens=n, pad_token_id=0, eos_token_id=stop_ids(tokenizer), **kw)
         took = process_time() - start
-    return took, out[0, ids.shape[1]:].tolist(), asdict(counted)
+    hook.remove()
+    return took, read[0] - start, out[0, ids.shape[1]:].tolist(), asdict(counted)
 
 
 @torch.no_grad()
@@ -271,20 +286,26 @@ def asked_of(run, name): # all validation rows
 
 
 def measured(a, run, model, part, ways, others, file):
-    "A line of all arms for each prompt that has none yet."
+    "A line for each prompt that lacks an arm, with all that it lacks."
     name, seed = part
-    have = {json.loads(line)["row"] for line in file.open()} if file.exists() else set()
-    prompts, dice, ends = asked_of(run, name).prompts, random.Random(seed), stop_ids(run.tokenizer)
+    asked = asked_of(run, name)
+    have = {}
+    for line in file.open() if file.exists() else ():
+        known = json.loads(line)
+        have.setdefault(known["row"], set()).update(known["arms"])
+    prompts, dice = asked.prompts, random.Random(seed)
+    n = min(a.new_tokens, asked.max_new_tokens)
     rows = list(range(seed, min(a.prompts, len(prompts)), a.seeds))
-    todo = [k for k in rows if k not in have]
+    few = rows[:math.ceil(a.few / a.seeds)]
+    lacks = {k: {w for w in ways if k in few or w in ALL_ROWS} - have.get(k, set()) for k in rows}
+    todo = [k for k in rows if lacks[k]]
     for first, k in [(True, k) for k in todo[:1]] + [(False, k) for k in todo]:
-        few = rows.index(k) < math.ceil(a.few / a.seeds)
-        arms = [w for w in ways if few or w in ALL_ROWS]
+        arms = [w for w in ways if w in lacks[k] or w in BESIDE]
         prompt, found = prompts[k]["input_ids"], {}
         for w in dice.sample(arms, len(arms)):
             with held_so(model, w, *others) as held:
-                s, text, told = timed(held, torch.tensor([prompt]), a.new_tokens, ends, ways[w])
-            found[w] = dict(s=s, text=text, told=told)
+                found[w] = dict(zip(("s", "prompt_s", "text", "told"), timed(
+                    held, torch.tensor([prompt]), n, run.tokenizer, asked.stop, ways[w])))
         # nothing is counted at the first prompt of a process
         if first: continue
         for w in arms: found[w] |= judged(model, prompt, found[w]["text"], found[PLAIN]["text"])
@@ -307,20 +328,41 @@ def told_of(rows, w):
     return {f.name: getattr(told, f.name) for f in fields(told)} if told.passes else {}
 
 
+def decoded(arm, plain):
+    "Time of a token behind the prompt's pass over plain's; None where that pass was not timed."
+    pairs = [(a, p) for a, p in zip(arm, plain) if "prompt_s" in a and "prompt_s" in p
+             and min(len(a["text"]), len(p["text"])) > 1]
+    def a_token(o): return (o["s"] - o["prompt_s"]) / (len(o["text"]) - 1)
+    return ratio(*zip(*((a_token(a), a_token(p)) for a, p in pairs))) if pairs else None
+
+
+def mean_told(x):
+    "Mean over prompts with its 95 % interval, None where there are too few."
+    ends = (None if math.isnan(e) else e for e in bca_interval(x))
+    return dict(zip(("mean", "low", "high"), (float(np.mean(x)), *ends)))
+
+
 def arm(run, asked, rows, w):
     "One arm beside plain generation and the fixed rule, over the rows that have it."
-    rows = [r for r in rows if w in r["arms"]]
-    of = {x: [r["arms"][x] for r in rows] for x in (w, PLAIN, RULE)}
-    said = {x: run.tokenizer.batch_decode([o["text"] for o in of[x]], skip_special_tokens=True)
-            for x in (w, PLAIN)}
+    # of a prompt that was asked again for another arm the first time counts
+    rows = [*{r["row"]: r for r in rows[::-1] if w in r["arms"]}.values()][::-1]
+    of = {x: [r["arms"][x] for r in rows] for x in (w, *BESIDE)}
+    cut = first_line if asked.stop == "line" else str
+    said = {x: [cut(t) for t in run.tokenizer.batch_decode(
+        [o["text"] for o in of[x]], skip_special_tokens=True)] for x in (w, PLAIN)}
     s = {x: np.array([o["s"] for o in of[x]]) for x in of}
     def a_token(x): return [t / len(o["text"]) for t, o in zip(s[x], of[x])]
     references = [asked.references[r["row"]] for r in rows]
     score, plain = (get_metric(asked.metric)(said[x], references)["score"] for x in (w, PLAIN))
+    less = np.array(row_values(asked.metric, said[w], references, asked.labels)) - np.array(
+        row_values(asked.metric, said[PLAIN], references, asked.labels))
     other = [o["gap"] for o in of[w] if "gap" in o]
     return dict(
         rows=len(rows), time=ratio(s[w], s[PLAIN]), token_time=ratio(a_token(w), a_token(PLAIN)),
-        against_rule=ratio(s[w], s[RULE]), s=float(s[w].sum()),
+        decode_time=decoded(of[w], of[PLAIN]),
+        against_rule=ratio(s[w], s[RULE]), against_lookup=ratio(s[w], s[LOOKUP]),
+        s=float(s[w].sum()), less_plain=mean_told(less),
+        nll_less_plain=mean_told([o["nll"] - p["nll"] for o, p in zip(of[w], of[PLAIN])]),
         percentiles_s=dict(zip(("p50", "p95", "p99"), np.percentile(s[w], (50, 95, 99)).tolist())),
         score=score, plain_score=plain,
         s_per_right=float(s[w].sum()) / (score * len(rows)) if score else None,
@@ -349,6 +391,15 @@ def summary(a, run, work):
     return out
 
 
+def recorded(a, run, work, out, costs):
+    "Write the record of what has been measured."
+    found = summary(a, run, work)
+    write_record(out, circumstances(called(__file__, ("--again",)), "cpu") | dict(
+        model=Path(run.config.model).name, dtype=str(run.model.dtype).removeprefix("torch."),
+        steps=a.steps, new_tokens=a.new_tokens, pass_costs=asdict(costs), tasks=found))
+    return found
+
+
 def main():
     parser = arguments(__doc__)
     parser.add_argument("--seeds", type=int, default=3)
@@ -359,6 +410,7 @@ def main():
     parser.add_argument("--prompts", type=int, default=150, help="of each task, over all seeds")
     parser.add_argument("--few", type=int, default=60, help="of each task, for the other arms")
     parser.add_argument("--work", type=Path, default="runs/passes")
+    parser.add_argument("--again", action="store_true", help="the record alone")
     parser.add_argument("--out", type=Path, help="records/bench/passes-DTYPE.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
@@ -372,7 +424,7 @@ def main():
         costs_int8 = costs_kept(work/"costs_int8.json", model, in_eight_bits)
         tables = {n: learn_table(references(run.data[n])) for n in run.order}
         bare = {n: p.clone() for n, p in tuned_part(model).items()}
-        for seed, name in [(s, n) for s in range(a.seeds) for n in run.order]:
+        for seed, name in [(s, n) for s in range(a.seeds) for n in run.order if not a.again]:
             place = work/f"{name}-s{seed}"
             place.mkdir(exist_ok=True)
             model.load_state_dict(bare, strict=False)
@@ -385,14 +437,12 @@ def main():
             table, other = tables[name], next((t for n, t in tables.items() if n != name), None)
             kept = fitted(a, run, model, name, seed, table, costs, place)
             ways = ways_of(table, other, costs, costs_int8, kept)
+            if dtype == "float32": del ways[FLOAT32] # it is plain generation's
             if last: ways |= {MASK: None, HEST: None}
             measured(a, run, model, (name, seed), ways, others, place/"rows.jsonl")
-            found = summary(a, run, work)
-            write_record(out, circumstances(called(__file__), "cpu") | dict(
-                model=Path(run.config.model).name, dtype=dtype, steps=a.steps,
-                new_tokens=a.new_tokens, pass_costs=asdict(costs), tasks=found))
-            for w, r in found[name]["arms"].items():
+            for w, r in recorded(a, run, work, out, costs)[name]["arms"].items():
                 print(name, w, r["rows"], r["token_time"], r["same"], flush=True)
+        recorded(a, run, work, out, costs)
 
 
 if __name__ == "__main__": main()

@@ -66,7 +66,8 @@ class GatedConfig(ShellConfig):
 def check_scope(config: GatedConfig) -> None:
     "`ValueError` for an unknown scope, and numbers out of range."
     if config.scope not in ("directions", "blocks"):
-        raise ValueError(f"scope is {config.scope!r}; expected 'directions' or 'blocks'")
+        raise ValueError(f"scope is {config.scope!r}; expected 'directions' or 'blocks' (fewer passes "
+                         "over the weights are no adapter: himalaya_hest.fewer_passes)")
     if config.cost_int8 is None:
         config.cost_int8 = DATASHEET_COST[1] if config.scope == "directions" else CPU_COST_INT8
     for name in ("r", "temperature", "init_std"):

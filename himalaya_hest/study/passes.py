@@ -21,14 +21,18 @@ def passes_records(
 
 # %% ../../nbs/study/22_passes.ipynb #4563b58d
 RIGHT_OR_WRONG = {"label_accuracy", "exact_match"}
-_COLUMNS = ["by", "prompts", "a token's time", "from", "to", "an answer's", "p95 s", "tokens a pass",
-            "same text", "score", "plain's", "s for a right one", "nats"]
+_COLUMNS = ["by", "prompts", "a token's time", "from", "to", "an answer's", "decoding's",
+            "of lookup's", "p50, p95, p99 s", "tokens a pass", "same text", "score", "less plain's",
+            "from", "to", "s for a right one", "nats more", "from", "to"]
 
 def _line(name, r, metric):
     time, passes, right = r["token_time"], r.get("passes"), metric in RIGHT_OR_WRONG
+    seconds = ", ".join(f"{s:.2f}" for s in r["percentiles_s"].values())
     return [name, r["rows"], time["median"], time["low"], time["high"], r["time"]["median"],
-            r["percentiles_s"]["p95"], r["tokens"] / passes if passes else None, r["same"],
-            r["score"], r["plain_score"], r["s_per_right"] if right else None, r["nll"]]
+            (r["decode_time"] or {}).get("median"), r["against_lookup"]["median"], seconds,
+            r["tokens"] / passes if passes else None, r["same"], r["score"],
+            *r["less_plain"].values(), r["s_per_right"] if right else None,
+            *r["nll_less_plain"].values()]
 
 def passes_table(
     record: dict, # of `bench/passes.py`
