@@ -204,6 +204,7 @@ def _winner_told(best, compared, ours):
             f"On the mini world **HIMALAYA has the highest AUC** of {len(compared)} "
             f"methods and forms: {_auc(ours):.3f}."
         )
+        # the first that is no form of ours
         others = {m: runs for m, runs in compared.items() if not m.startswith("himalaya")}
         if not others: return said
         m = max(others, key=lambda m: _auc(others[m]))
@@ -214,6 +215,7 @@ def _winner_told(best, compared, ours):
         f"{difference_told(ours, compared[best])}."
     )
 
+# %% ../../nbs/study/08_claims.ipynb #b3e60f3f
 def _at_equal_bytes(methods):
     """The form of HIMALAYA and the bank whose bytes at d = 4096 are the nearest; None where they are
     a twentieth apart or more."""

@@ -19,7 +19,7 @@ from ..ground.table import Table
 from ..measures.record_tables import score_array
 from ..measures.records import records_of
 from ..streams.mini_world import twin_of
-from .front import FRONT, one_after_another, short_name, WIDE
+from .front import EQUAL, FRONT, one_after_another, short_name, WIDE
 
 # %% ../../nbs/study/21_growth.ipynb #6b3f149f
 def score_after(
@@ -82,13 +82,14 @@ def _panel(axes, title, points):
         thick = dict(linewidth=1.6, markersize=6) if bold else dict(linewidth=1.1, markersize=4)
         axes.plot(x, y, "-o", color=color, **thick)
         # where the file does not grow, numbers of tasks stand beside the line
-        place = dict(xytext=(6, -3)) if x[0] == x[-1] else dict(xytext=(0, 6), ha="center")
-        for p in own:
+        place = dict(xytext=(6, -3)) if x[0] == x[-1] else dict(
+            xytext=(8 if method == "lora-bank" else 0, 4), ha="center")
+        for p in own if method != EQUAL else (): # below HIMALAYA's points, after as many tasks
             axes.annotate(f"{p['tasks']:,}", (p["mb"], p["score"]), color=color, fontsize=7,
                           textcoords="offset points", **place)
         # names stand where those of neighbours do not: below the last point, before the first
         places = {"himalaya": (0, "right", -7, 4), "lora-bank": (-1, "left", -14, -9),
-                  WIDE: (0, "left", -4, 25)}
+                  WIDE: (0, "left", -4, 25), EQUAL: (0, "left", -12, -7)}
         at, side, right, up = places.get(method, (-1, "center", 0, -9))
         axes.annotate(name, (x[at], y[at]), (right, up), color=color, textcoords="offset points",
                       fontsize=8, ha=side, va="top", weight="bold" if bold else "normal")
