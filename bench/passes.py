@@ -391,12 +391,10 @@ def summary(a, run, work):
     return out
 
 
-def recorded(a, run, work, out, costs):
+def recorded(a, run, work, out, told):
     "Write the record of what has been measured."
     found = summary(a, run, work)
-    write_record(out, circumstances(called(__file__, ("--again",)), "cpu") | dict(
-        model=Path(run.config.model).name, dtype=str(run.model.dtype).removeprefix("torch."),
-        steps=a.steps, new_tokens=a.new_tokens, pass_costs=asdict(costs), tasks=found))
+    write_record(out, circumstances(called(__file__, ("--again",)), "cpu") | told | dict(tasks=found))
     return found
 
 
@@ -422,6 +420,8 @@ def main():
         work.mkdir(parents=True, exist_ok=True)
         costs = costs_kept(work/"costs.json", model)
         costs_int8 = costs_kept(work/"costs_int8.json", model, in_eight_bits)
+        told = dict(model=Path(run.config.model).name, dtype=dtype, steps=a.steps,
+            new_tokens=a.new_tokens, pass_costs=asdict(costs))
         tables = {n: learn_table(references(run.data[n])) for n in run.order}
         bare = {n: p.clone() for n, p in tuned_part(model).items()}
         for seed, name in [(s, n) for s in range(a.seeds) for n in run.order if not a.again]:
@@ -440,9 +440,9 @@ def main():
             if dtype == "float32": del ways[FLOAT32] # it is plain generation's
             if last: ways |= {MASK: None, HEST: None}
             measured(a, run, model, (name, seed), ways, others, place/"rows.jsonl")
-            for w, r in recorded(a, run, work, out, costs)[name]["arms"].items():
+            for w, r in recorded(a, run, work, out, told)[name]["arms"].items():
                 print(name, w, r["rows"], r["token_time"], r["same"], flush=True)
-        recorded(a, run, work, out, costs)
+        recorded(a, run, work, out, told)
 
 
 if __name__ == "__main__": main()

@@ -46,22 +46,16 @@ def apply(self: Update,
     v = self.strength[site]
     check_routed(site, x, v)
     one = v.dim() == 2 and len(x) == 1 and not torch.is_grad_enabled()
-    if one and site in self.folded and self.folded[site][0].dtype == x.dtype:
-        return _added(self.folded[site], x, y)
-    read, write = self.read[site], self.write[site]
-    if read.dtype != x.dtype:
-        read, write, v = read.to(x.dtype), write.to(x.dtype), v.to(x.dtype)
-    # one sequence: its strength goes into the read vectors, once for all tokens to come
-    if one:
-        self.folded[site] = (v.T * read).T, write
-        return _added(self.folded[site], x, y)
-    h = (x @ read.T) * (v[:, None] if v.dim() == 2 else v)
-    return torch.addmm(y.flatten(0, 1), h.flatten(0, 1), write).view_as(y)
-
-# %% ../../nbs/bridge/12_update.ipynb #35277786
-def _added(factors, x, y): # y is the layer's own output, which nobody else has seen yet
-    read, write = factors
-    y[0].addmm_(torch.mm(x[0], read), write)
+    held = self.folded.get(site) if one else None
+    if held is None or held[0].dtype != x.dtype:
+        read, write, v = (t.to(x.dtype) for t in (self.read[site], self.write[site], v))
+        if not one:
+            h = (x @ read.T) * (v[:, None] if v.dim() == 2 else v)
+            return torch.addmm(y.flatten(0, 1), h.flatten(0, 1), write).view_as(y)
+        # one sequence: its strength goes into the read vectors, once for all tokens to come
+        held = self.folded[site] = (v.T * read).T, write
+    # y is the layer's own output, which nobody else has seen yet
+    y[0].addmm_(torch.mm(x[0], held[0]), held[1])
     return y
 
 # %% ../../nbs/bridge/12_update.ipynb #2d5ce913

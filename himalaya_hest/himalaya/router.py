@@ -47,12 +47,13 @@ class View(nn.Module):
 @patch
 @torch.no_grad()
 def add(self: View, z: Tensor) -> None: # (n, k) of a task's prompts
-    mean, n, total = z.mean(0, keepdim=True), float(self.n_rows), float(self.n_rows) + len(z)
+    mean, n = z.mean(0, keepdim=True), float(self.n_rows)
+    apart, total = z - mean, n + len(z)
     codes, scale = quantise_rows(mean)
     self.means.add(codes); self.scales.add(scale[:, None])
-    if self.spreads is not None: self.spreads.add((z - mean).square().sum(1).mean().view(1, 1))
+    if self.spreads is not None: self.spreads.add(apart.square().sum(1).mean().view(1, 1))
     known = (n / total) ** .5 * unpack_upper(self.factor).float()
-    both = torch.cat([known, (z - mean) / total ** .5])
+    both = torch.cat([known, apart / total ** .5])
     self.factor.copy_(pack_upper(torch.linalg.qr(both, mode="r").R))
     self.n_rows += len(z)
 

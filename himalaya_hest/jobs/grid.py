@@ -153,7 +153,7 @@ def told_before(
         # as wide as a time, so that the names stand under one another
         took = "there already     "
         if run_state(results_dir, r).state != "finished":
-            took = "time not known      "
+            took = "time not known    "
             if planned := _planned(p):
                 device, hours = planned
                 devices.add(device)

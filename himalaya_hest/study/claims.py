@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CLAIMS', 'QUESTION_MB', 'code', 'findings', 'claims_table', 'verdict_counts', 'real_findings', 'changed_table',
-           'difference_told', 'sizes_told', 'who_wins', 'main']
+           'difference_told', 'sizes_told', 'equal_bytes', 'who_wins', 'main']
 
 # %% ../../nbs/study/08_claims.ipynb #2185db99
 import sys
@@ -216,9 +216,10 @@ def _winner_told(best, compared, ours):
     )
 
 # %% ../../nbs/study/08_claims.ipynb #b3e60f3f
-def _at_equal_bytes(methods):
-    """The form of HIMALAYA and the bank whose bytes at d = 4096 are the nearest; None where they are
-    a twentieth apart or more."""
+def equal_bytes(
+    methods: dict[str, dict], # method → its runs
+) -> tuple[str, str] | None: # a form of HIMALAYA, and a bank
+    "Those whose bytes at d = 4096 are the nearest; None where they are a twentieth apart or more."
     forms = [m for m in methods if m.startswith(("himalaya", "lora-bank"))]
     sizes = {m: mb for m in forms if (mb := large_mb(methods[m]))}
     far, pair = min(((abs(np.log(a / b)), (m, n)) for m, a in sizes.items() for n, b in sizes.items()
@@ -256,7 +257,7 @@ def who_wins(
     # by the score alone, so that a rival can win
     best = max(compared, key=lambda m: _auc(compared[m]))
     out = [_winner_told(best, compared, ours)]
-    equal = _at_equal_bytes(methods)
+    equal = equal_bytes(methods)
     form, control = equal or ("himalaya", control)
     if control != best and control in methods:
         out.append(_control_told(form, control, methods, equal))

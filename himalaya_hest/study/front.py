@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['WIDE', 'EQUAL', 'FRONT', 'FEWEST', 'WORLDS', 'short_name', 'one_after_another', 'front_lines', 'front_table',
-           'paired_lines', 'front_sentence', 'front_verdict', 'front_worlds']
+           'paired_lines', 'front_sentence', 'equal_sentence', 'front_verdict', 'front_worlds']
 
 # %% ../../nbs/study/16_front.ipynb #eb5b854a
 from pathlib import Path
 
 from ..compare.charts import DARK, MIDDLE
+from ..compare.pairs import by_pair, method_of
 from ..compare.standings import main_table, paired_table
 from ..ground.table import Table
 from ..measures.records import read_grid
 from ..measures.statistics import is_number
+from .claims import equal_bytes
 
 # %% ../../nbs/study/16_front.ipynb #8721ed08
 WIDE, EQUAL = "lora-bank, r 8", "lora-bank, n_numbers"
@@ -77,14 +79,17 @@ def _how(low, high): # a difference with this interval
 def _bytes(share): # what another method takes, over ours, in words
     return f"1/{share:.0f} of" if share > 1 else f"{1 / share:.1f} times"
 
-def _beside(row, name, large, kept):
-    "A row of the paired table in words."
+def _scores(row): # of the paired table, in words
     over, end = (row["95 % from"], row["to"]), (row["rows from"], row["rows to"])
     return (
-        f"with {_bytes(large)} the bytes of {name} ({_bytes(kept)} them at the width that was "
-        f"trained) its score is {_how(*over)} that bank's over the stream "
+        f"its score is {_how(*over)} that bank's over the stream "
         f"({row['difference']:+.3f} [{over[0]:+.3f}, {over[1]:+.3f}]) and {_how(*end)} it at "
         f"the end ({row['final']:+.3f} [{end[0]:+.3f}, {end[1]:+.3f}])")
+
+def _beside(row, name, large, kept):
+    "HIMALAYA beside a bank: bytes and scores."
+    return (f"with {_bytes(large)} the bytes of {name} ({_bytes(kept)} them at the width that was "
+            f"trained) {_scores(row)}")
 
 # %% ../../nbs/study/16_front.ipynb #b27efc6c
 def front_sentence(
@@ -99,6 +104,17 @@ def front_sentence(
     told = "; ".join(_beside(against[m], n, over(m, "MB large"), over(m, "MB kept"))
                      for m, n in named.items() if m in lines)
     return f"HIMALAYA takes {lines['himalaya']['MB large']:.1f} MB: {told}."
+
+# %% ../../nbs/study/16_front.ipynb #94a95da0
+def equal_sentence(
+    records: list[dict], # of one main comparison
+) -> str: # Markdown; empty where no bank has as many bytes as a form of HIMALAYA
+    "HIMALAYA beside a bank of as many bytes."
+    runs = one_after_another(records)
+    if not (pair := equal_bytes(by_pair(runs))): return ""
+    row, = paired_table([r for r in runs if method_of(r) in pair], pair[0]).records()
+    return (f"At {pair[0].removeprefix('himalaya, ').replace('r ', 'rank ')} HIMALAYA has as many bytes as "
+            f"the {FRONT[short_name(pair[1])][0].replace(': ', ' of ')}: {_scores(row)}.")
 
 # %% ../../nbs/study/16_front.ipynb #d303052f
 def _banks(wide, narrow): # how the method stands to both
