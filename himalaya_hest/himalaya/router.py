@@ -53,8 +53,8 @@ def add(self: View, z: Tensor) -> None: # (n, k) of a task's prompts
     self.means.add(codes); self.scales.add(scale[:, None])
     if self.spreads is not None: self.spreads.add(apart.square().sum(1).mean().view(1, 1))
     known = (n / total) ** .5 * unpack_upper(self.factor).float()
-    both = torch.cat([known, apart / total ** .5])
-    self.factor.copy_(pack_upper(torch.linalg.qr(both, mode="r").R))
+    R = torch.linalg.qr(torch.cat([known, apart / total ** .5]), mode="r").R
+    self.factor.copy_(pack_upper(R))
     self.n_rows += len(z)
 
 # %% ../../nbs/himalaya/03_router.ipynb #cfb89365
@@ -77,21 +77,23 @@ def inverse_root(
     return inverse.float(), 2 * low.diagonal().log().sum().float()
 
 # %% ../../nbs/himalaya/03_router.ipynb #7d8ebb41
+def _solve(view): # anew
+    W, logdet = inverse_root(view)
+    return W, logdet, (view.means.rows.float() * view.scales.rows) @ W
+
 @torch.no_grad()
 def solved(
     view: View,
 ) -> tuple[Tensor, Tensor, Tensor]: # as `inverse_root`, and the means times the root (tasks, k)
     "It is computed again when Σ or a mean has changed: by a task, a file, a checkpoint."
     of = view.factor, view.means.rows, view.scales.rows
-    same = lambda a, b: a.device == b.device and torch.equal(a, b)
-    held = view._solved # read once: another thread may put another there
-    # a graph that is made once cannot ask whether a matrix is another
-    if torch.compiler.is_compiling() or not (held and all(map(same, held[0], of))):
-        W, logdet = inverse_root(view)
-        found = W, logdet, (view.means.rows.float() * view.scales.rows) @ W
-        if torch.compiler.is_compiling(): return found
-        held = view._solved = [t.clone() for t in of], found
-    return held[1]
+    # a graph that is made once cannot ask for that, and inference mode does not count writes
+    if torch.compiler.is_compiling() or any(t.is_inference() for t in of): return _solve(view)
+    writes, held = [t._version for t in of], view._solved
+    if held and held[1] == writes and all(a is b for a, b in zip(held[0], of)): return held[2]
+    # named, since another thread may put another there
+    view._solved = of, writes, (found := _solve(view))
+    return found
 
 # %% ../../nbs/himalaya/03_router.ipynb #aa7e4d29
 def log_likelihoods(
