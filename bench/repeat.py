@@ -3,6 +3,7 @@ again, and every value is compared (`himalaya-hest rerun`).
 
     OMP_NUM_THREADS=1 python bench/repeat.py                 # thirty runs
     OMP_NUM_THREADS=1 python bench/repeat.py --runs 3 --out /tmp/repeat.json
+    OMP_NUM_THREADS=1 python bench/repeat.py --runs 10 --grids main tasks_main small
 
 A draw is a grid and a method of it, and then a run of these. Runs of an older version of their
 method are left out: they cannot come out. What is in the file already is not run again, so the
@@ -19,10 +20,10 @@ from himalaya_hest.measures.records import read_grid
 from himalaya_hest.workshop.measuring import circumstances
 
 
-def drawn(folder, n, seed):
+def drawn(folder, n, seed, grids):
     "(file of the grid, run_id) of n runs, no two of them of one grid and one method at first."
     groups = {}
-    for path in sorted(folder.glob("*.parquet")):
+    for path in sorted(folder/f"{g}.parquet" for g in grids) or sorted(folder.glob("*.parquet")):
         for record in read_grid(path):
             if older_parts(record): continue
             method = record["config"]["adapter"], record["config"]["preset"]
@@ -44,14 +45,16 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grids", nargs="*", default=[], help="draw from these alone")
     parser.add_argument("--records", type=Path, default=Path("records"))
     parser.add_argument("--cache-dir", default=".cache")
     parser.add_argument("--out", type=Path, default=Path("records/bench/repeat.json"))
     a = parser.parse_args()
     command = f"python bench/repeat.py --runs {a.runs} --seed {a.seed}"
+    if a.grids: command += f" --grids {' '.join(a.grids)}"
     record = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else dict(runs={})
     record |= circumstances(command, "cpu")
-    todo = drawn(a.records, a.runs, a.seed)
+    todo = drawn(a.records, a.runs, a.seed, a.grids)
     for i, (path, run_id) in enumerate(todo, 1):
         if run_id not in record["runs"]:
             again = repeat_run(path, cache_dir=a.cache_dir, quiet=True, run_id=run_id)
