@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from himalaya_hest.hest.acceptance import examples_of, learn_acceptance
-from himalaya_hest.hest.drafter import two_largest
-from himalaya_hest.hest.drafts import learn_table
+from himalaya_hest.hest.acceptance import learn_acceptance
+from himalaya_hest.hest.own_controller import examples, own_answers
 from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.run_files import read_arguments
@@ -51,27 +50,9 @@ def begun(a, folder):
 
 
 def answers_of(model, tokenizer, prompts, n):
-    "(prompt, answer, the two largest probabilities of each of its tokens)."
-    out = []
-    for k, row in enumerate(prompts):
-        ids = torch.tensor([row["input_ids"]])
-        with torch.no_grad():
-            made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids),
-                do_sample=False, max_new_tokens=n, pad_token_id=0, eos_token_id=stop_ids(tokenizer),
-                return_dict_in_generate=True, output_logits=True)
-        answer = made.sequences[0, ids.shape[1]:].tolist()
-        out.append((row["input_ids"], answer, [two_largest(l[0]) for l in made.logits]))
-        print(f"answer {k + 1} of {len(prompts)}", end="\r", flush=True)
-    return out
-
-
-def examples(answers):
-    "What the controller sees of each answer, with the table of the other half."
-    halves, out = (answers[::2], answers[1::2]), []
-    tables = [learn_table(p[-3:] + a for p, a, _ in half) for half in halves]
-    for k, (prompt, answer, sure) in enumerate(answers):
-        out.append(examples_of(prompt, answer, sure, tables[1 - k % 2]))
-    return out
+    "Greedy answers to rows, that end where the tokenizer's texts do."
+    ids = [torch.tensor([row["input_ids"]]) for row in prompts]
+    return own_answers(model, ids, n, eos_token_id=stop_ids(tokenizer))
 
 
 def joined(parts): return tuple(torch.cat(x) for x in zip(*parts))

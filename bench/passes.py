@@ -42,7 +42,7 @@ from time import process_time
 
 import numpy as np
 import torch
-from acceptance import answers_of, arguments, begun, examples, joined
+from acceptance import answers_of, arguments, begun, joined
 from peft import get_peft_model, PeftModel
 from safetensors.torch import load_file, save_file
 from shallow_prompt import learn, own_loss, trained
@@ -53,6 +53,7 @@ from himalaya_hest.hest.acceptance import (
 from himalaya_hest.hest.drafter import Drafted
 from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
 from himalaya_hest.hest.eight_bits import in_eight_bits
+from himalaya_hest.hest.own_controller import examples
 from himalaya_hest.hest.pass_budget import PassCosts, pass_costs
 from himalaya_hest.hest.passes import fewer_passes, in_place_of
 from himalaya_hest.hest.tuner import HestConfig

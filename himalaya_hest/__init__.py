@@ -45,6 +45,7 @@ _NAMES = { # module → what it gives to the face
     "hest.energy_budget": "Joules",
     "hest.drafts": "learn_table load_table save_table",
     "hest.leniency": "learn_leniency",
+    "hest.own_controller": "learn_controller load_controller save_controller",
     "hest.pass_budget": "pass_costs",
     "hest.passes": "fewer_passes",
     "hest.prompt_blocks": "shallow_prompt",

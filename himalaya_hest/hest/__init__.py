@@ -20,6 +20,7 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.hest", {
     "tuner": "HestConfig HestModel",
     "drafts": "AnswerTable learn_table load_table save_table",
     "leniency": "learn_leniency",
+    "own_controller": "learn_controller load_controller save_controller",
     "pass_budget": "PassCosts pass_costs",
     "passes": "fewer_passes",
     "prompt_blocks": "shallow_prompt",
