@@ -91,6 +91,7 @@ def cost_aims(
 ) -> list[list]: # rows
     "Goals of time, memory and lines."
     def read(name): return json.loads((root/f"records/bench/{name}.json").read_text("utf-8"))
+    # a task behind the most tasks that were tried, over one behind the fewest
     first, *_, last = read("long_stream")["finished"].values()
     routed = read("routing_keys")["time"]["routed"]["1000"]
     deep, = (r for r in read("torch_overhead")["rows"]
