@@ -1,5 +1,5 @@
 """A model's weights in float32, in bfloat16, in int8 (weight-only) and in int8 with activations in
-int8 too (W8A8): process time of a prompt's pass, of a token of the answer, of whole answers, plain
+int8 too (W8A8), and the second and the last compiled by PyTorch: process time of a prompt's pass, of a token of the answer, of whole answers, plain
 and with `fewer_passes`, and what the rounding costs in nats of right answers.
 
     OMP_NUM_THREADS=1 python bench/kinds.py model=FOLDER source=local data_dir=FOLDER
@@ -15,10 +15,12 @@ were measured in that kind. Loss is nats a token of
 references of training rows, the prompt read in one pass and the answer token by token, as it is
 decoded; differences to float32 are means over rows with the 95 % BCa interval. `read_mb` are bytes of
 the linear layers, which each pass reads; `held_mb` all weights in memory: eight bits stand beside the
-model's own.
+model's own. `compile_s` is the processor time, with the compilers', of a first short answer that
+makes the kernels (`torch.compile(model.forward, dynamic=True)`, nothing cached).
 """
 import contextlib
 import copy
+import os
 import random
 import tempfile
 from dataclasses import asdict
@@ -42,19 +44,38 @@ from himalaya_hest.workshop.measuring import (
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 ROUNDED = {"weight-only int8": False, "W8A8": True} # are activations rounded?
+COMPILED = BFLOAT16, "W8A8"
 
 
 def kinds_of(model, until):
     "Kind → (model, MB that a pass reads, MB in memory); one float32 copy of the weights for all."
     def bytes_of(m): return sum(p.nbytes for p in m.parameters()) / 1e6
     def read(m): return sum(l.weight.nbytes for l in m.modules() if isinstance(l, nn.Linear)) / 1e6
+    def again(m): return copy.deepcopy(m, {id(p): p for p in m.parameters()})
     half = copy.deepcopy(model).to(torch.bfloat16)
     kinds = {n: (m, read(m), bytes_of(m)) for n, m in ((FLOAT32, model), (BFLOAT16, half))}
-    for name, activations in ROUNDED.items():
-        own = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    def rounded(activations):
+        own = again(model)
         mb = until.enter_context(in_eight_bits(own, activations)) / 1e6
-        kinds[name] = own, mb, bytes_of(model) + mb
+        return own, mb, bytes_of(model) + mb
+    kinds |= {name: rounded(activations) for name, activations in ROUNDED.items()}
+    for name in COMPILED:
+        own, *mb = rounded(ROUNDED[name]) if name in ROUNDED else (again(half), *kinds[name][1:])
+        own.forward = torch.compile(own.forward, dynamic=True)
+        kinds[f"{name}, compiled"] = own, *mb
     return kinds
+
+
+def cpu_s(): # of this process and of compilers that it waited for
+    return sum(os.times()[:4])
+
+
+def first_answer(model, ids):
+    "Processor time of a first answer of three tokens: kernels for a prompt and for one token."
+    start = cpu_s()
+    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
+        max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
+    return cpu_s() - start
 
 
 def timed(model, ids, n, ends, drafting):
@@ -93,7 +114,7 @@ def losses(model, row, n):
     return np.mean(nats)
 
 
-def described(kinds, found, nats, costs):
+def described(kinds, found, nats, costs, compile_s):
     "The record of all kinds."
     def column(k, fewer, of): return [of(*one) for one in found[k, fewer]]
     parts = dict(
@@ -113,7 +134,8 @@ def described(kinds, found, nats, costs):
                 for n, of in parts.items()},
             of_plain={n: ratio(column(k, True, parts[n]), column(k, False, parts[n]))
                 for n in ("token", "answer")},
-            tokens_a_pass=sum(t.tokens for t in told) / sum(t.passes for t in told), same=float(same))
+            tokens_a_pass=sum(t.tokens for t in told) / sum(t.passes for t in told), same=float(same),
+            compile_s=compile_s.get(k))
     return rows
 
 
@@ -125,18 +147,21 @@ def main():
     parser.add_argument("--target-tokens", type=int, default=24, help="of each of them, at most")
     parser.add_argument("--out", type=Path, default="records/bench/kinds.json")
     a = parser.parse_args()
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     torch.set_num_threads(1), torch.set_grad_enabled(False), keep_memory()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as until:
         run, model = begun(a, folder)
         kinds, [data] = kinds_of(model, until), run.data.values()
-        costs = {k: pass_costs(m) for k, (m, _, _) in kinds.items()}
         prompts = data.evaluation.prompts[:a.prompts + 1]
+        ids = torch.tensor([prompts[0]["input_ids"]])
+        compile_s = {k: first_answer(m, ids) for k, (m, _, _) in kinds.items() if "compiled" in k}
+        costs = {k: pass_costs(m) for k, (m, _, _) in kinds.items()}
         found = generated(
             a, kinds, prompts, stop_ids(run.tokenizer), learn_table(references(data)), costs)
         rows = data.train.to_list()[:a.rows]
         nats = {k: np.array([losses(m, r, a.target_tokens) for r in rows])
             for k, (m, _, _) in kinds.items()}
-        told = described(kinds, found, nats, costs)
+        told = described(kinds, found, nats, costs, compile_s)
     for k, r in told.items(): print(k, r, flush=True)
     write_record(a.out, circumstances(called(__file__), "cpu") | dict(
         task=a.tasks[0], prompts=a.prompts, new_tokens=a.new_tokens, rows=a.rows,
