@@ -69,14 +69,18 @@ LAYERS = {128: 4, 256: 4, 512: 4, 1024: 4} # 1 x 128 tokens stay far below half 
 VOCABULARY, INSTRUCTION, ANSWER, ROWS, MANY = 2048, 8, 8, 4, 10**6
 BLOCKS, ALL = dict(scope="blocks"), ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
     "down_proj"]
+# the bank that has HIMALAYA's bytes at rank 6 and its router, as bench/grids/main.yaml has it
+UNILORA = dict(normalised=False, n_numbers=11200, bits=4, router="gaussian", r=2,
+    target_modules="all-linear")
 METHODS = {"lora-qv": ("lora", {}),
     "lora-all": ("lora", dict(target_modules=ALL)), "vera": ("vera", {}), "ia3": ("ia3", {}),
-    "himalaya": ("himalaya", {}), "lora-bank": ("lora-bank", {}),
+    "himalaya": ("himalaya", {}), "lora-bank": ("lora-bank", {}), "unilora-bank": ("lora-bank", UNILORA),
     "reft": ("reft", {}), "lilac": ("lilac", dict(budget_mb=None)), "coltas": ("coltas", {}),
     "glodis": ("glodis", {}), "olora": ("olora", {}), "gpm-lora": ("gpm-lora", {}),
     "lora-masked": ("lora-masked", {}), "hest-blocks": ("hest", BLOCKS),
     "hest-directions": ("hest", dict(scope="directions")),
     "tabs": ("tabs", dict(scope="directions")), "bhsp": ("bhsp", dict(scope="directions"))}
+BANKS = "lora-bank", "unilora-bank"
 BESIDE = {"himalaya": ["lora-all"]} # what is visited in the same rounds, beside bare
 WORKLOADS = ("forward", "generation", "training")
 FORWARD, GENERATION, TRAINING = ("forward",), ("prefill", "decode_first", "decode"), (
@@ -204,7 +208,7 @@ def between(t0, t1, n=1): return tuple((y - x) / 1e6 / n for x, y in zip(t0, t1)
 def acting_rank(contestant, batch):
     "Rank of what acts on a batch; None for methods that route nothing."
     tuner = contestant.adapter.model.base_model
-    core = tuner.core() if contestant.name in ("himalaya", "lora-bank") else None
+    core = tuner.core() if contestant.name in ("himalaya", *BANKS) else None
     if core is None: return None
     from himalaya_hest.bridge.routed import batch_contexts
     update = core.route(*batch_contexts(tuner, tuner.active_adapters[0], batch))
@@ -223,7 +227,7 @@ def check_acts(contestant, bare, batch, training=False):
     assert differ > 1e-5, f"{contestant.name} does not act: its logits are those of bare"
     if contestant.name == "himalaya":
         assert len(contestant.adapter.model.base_model.core().tasks.finished) >= contestant.a.tasks
-    if contestant.name == "lora-bank":
+    if contestant.name in BANKS:
         assert int(contestant.adapter.model.base_model.core().used) >= contestant.a.tasks
     return dict(relative_change_of_logits=differ, acting_rank=rank)
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['WIDE', 'EQUAL', 'FRONT', 'FEWEST', 'WORLDS', 'short_name', 'one_after_another', 'front_lines', 'front_table',
-           'paired_lines', 'front_sentence', 'equal_sentence', 'front_verdict', 'front_worlds']
+           'paired_lines', 'front_sentence', 'equal_row', 'equal_sentence', 'equal_verdict', 'front_verdict',
+           'front_worlds']
 
 # %% ../../nbs/study/16_front.ipynb #eb5b854a
 from pathlib import Path
@@ -106,15 +107,31 @@ def front_sentence(
     return f"HIMALAYA takes {lines['himalaya']['MB large']:.1f} MB: {told}."
 
 # %% ../../nbs/study/16_front.ipynb #94a95da0
+def equal_row(
+    records: list[dict], # of one main comparison
+) -> dict | None: # of the paired table; None where no bank has as many bytes as a form of HIMALAYA
+    "HIMALAYA beside the bank of as many bytes: `form` and what the table says."
+    runs = one_after_another(records)
+    if not (pair := equal_bytes(by_pair(runs))): return None
+    row, = paired_table([r for r in runs if method_of(r) in pair], pair[0]).records()
+    return row | dict(form=pair[0].removeprefix("himalaya, ").replace("r ", "rank "))
+
 def equal_sentence(
     records: list[dict], # of one main comparison
-) -> str: # Markdown; empty where no bank has as many bytes as a form of HIMALAYA
-    "HIMALAYA beside a bank of as many bytes."
-    runs = one_after_another(records)
-    if not (pair := equal_bytes(by_pair(runs))): return ""
-    row, = paired_table([r for r in runs if method_of(r) in pair], pair[0]).records()
-    return (f"At {pair[0].removeprefix('himalaya, ').replace('r ', 'rank ')} HIMALAYA has as many bytes as "
-            f"the {FRONT[short_name(pair[1])][0].replace(': ', ' of ')}: {_scores(row)}.")
+) -> str: # Markdown; empty where `equal_row` is
+    "HIMALAYA beside a bank of as many bytes, in figures."
+    if not (row := equal_row(records)): return ""
+    bank = FRONT[short_name(row["opponent"])][0].replace(": ", " of ")
+    return f"At {row['form']} HIMALAYA has as many bytes as the {bank}: {_scores(row)}."
+
+def equal_verdict(
+    records: list[dict], # of one main comparison with such a bank
+) -> str: # for the first screen
+    "HIMALAYA beside a bank of as many bytes, in a few words."
+    row = equal_row(records)
+    over, end = _how(row["95 % from"], row["to"]), _how(row["rows from"], row["rows to"])
+    return f"{over} it over the stream" + (
+        " and at its end" if over == end else f" and {end} it at the end")
 
 # %% ../../nbs/study/16_front.ipynb #d303052f
 def _banks(wide, narrow): # how the method stands to both
