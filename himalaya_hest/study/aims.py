@@ -33,6 +33,7 @@ def aim_row(
     # the end of the interval that is the nearest to the limit decides
     shown = good(low if more else high) and not np.isnan(low)
     said = "shown" if shown else "the mean" if good(figure) else "no"
+    if low == high: low = high = math.nan # a count has no interval
     return [asked, f"{'≥' if more else '≤'} {limit:g}", figure, low, high, n, said]
 
 # %% ../../nbs/study/23_aims.ipynb #a4db93aa

@@ -53,7 +53,7 @@ def passes_tables(
             Table(f"{task}, texts ({metric})", _TEXTS, [_texts(n, r, metric) for n, r in arms])]
 
 # %% ../../nbs/study/22_passes.ipynb #7146673f
-def _word(r): return "earned" if r["high"] < 1 else "lost" if r["low"] > 1 else "not shown"
+def _word(r): return "earned" if r["high"] < 1 else "lost" if r["low"] > 1 else "no difference shown"
 
 def passes_verdict(
     record: dict, # of `bench/passes.py`
