@@ -1,6 +1,9 @@
-"""A model's weights in float32, in bfloat16, in int8 (weight-only) and in int8 with activations in
-int8 too (W8A8), and the second and the last compiled by PyTorch: process time of a prompt's pass, of a token of the answer, of whole answers, plain
-and with `fewer_passes`, and what the rounding costs in nats of right answers.
+"""What kinds of weights cost in time and loss.
+
+A model's weights in float32, in bfloat16, in int8 (weight-only) and in int8 with activations in
+int8 too (W8A8), and the second and the last compiled by PyTorch: process time of a prompt's pass,
+of a token of the answer, of whole answers, plain and with `fewer_passes`, and what the rounding
+costs in nats of right answers.
 
     OMP_NUM_THREADS=1 python bench/kinds.py model=FOLDER source=local data_dir=FOLDER
 

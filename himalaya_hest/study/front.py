@@ -124,6 +124,7 @@ def equal_sentence(
     bank = FRONT[short_name(row["opponent"])][0].replace(": ", " of ")
     return f"At {row['form']} HIMALAYA has as many bytes as the {bank}: {_scores(row)}."
 
+# %% ../../nbs/study/16_front.ipynb #913315dc
 def equal_verdict(
     records: list[dict], # of one main comparison with such a bank
 ) -> str: # for the first screen
