@@ -7,7 +7,7 @@ again, and every value is compared (`himalaya-hest rerun`).
 
 A draw is a grid and a method of it, and then a run of these. Runs of an older version of their
 method are left out: they cannot come out. What is in the file already is not run again, so the
-command goes on where it was stopped.
+command goes on where it was stopped; another command begins the file anew.
 """
 import argparse
 import json
@@ -52,7 +52,12 @@ def main():
     a = parser.parse_args()
     command = f"python bench/repeat.py --runs {a.runs} --seed {a.seed}"
     if a.grids: command += f" --grids {' '.join(a.grids)}"
-    record = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else dict(runs={})
+    if unknown := [g for g in a.grids if not (a.records/f"{g}.parquet").exists()]:
+        known = ", ".join(sorted(p.stem for p in a.records.glob("*.parquet")))
+        parser.error(f"{a.records} has no grid {unknown[0]!r}: {known}")
+    record = json.loads(a.out.read_text(encoding="utf-8")) if a.out.exists() else {}
+    # runs of another draw are none of this command's
+    if record.get("command") != command: record = dict(runs={})
     record |= circumstances(command, "cpu")
     todo = drawn(a.records, a.runs, a.seed, a.grids)
     for i, (path, run_id) in enumerate(todo, 1):

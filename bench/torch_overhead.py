@@ -74,7 +74,8 @@ UNILORA = dict(normalised=False, n_numbers=11200, bits=4, router="gaussian", r=2
     target_modules="all-linear")
 METHODS = {"lora-qv": ("lora", {}),
     "lora-all": ("lora", dict(target_modules=ALL)), "vera": ("vera", {}), "ia3": ("ia3", {}),
-    "himalaya": ("himalaya", {}), "lora-bank": ("lora-bank", {}), "unilora-bank": ("lora-bank", UNILORA),
+    "himalaya": ("himalaya", {}), "lora-bank": ("lora-bank", {}),
+    "unilora-bank": ("lora-bank", UNILORA),
     "reft": ("reft", {}), "lilac": ("lilac", dict(budget_mb=None)), "coltas": ("coltas", {}),
     "glodis": ("glodis", {}), "olora": ("olora", {}), "gpm-lora": ("gpm-lora", {}),
     "lora-masked": ("lora-masked", {}), "hest-blocks": ("hest", BLOCKS),

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WIDE', 'EQUAL', 'FRONT', 'FEWEST', 'WORLDS', 'short_name', 'one_after_another', 'front_lines', 'front_table',
-           'paired_lines', 'front_sentence', 'equal_row', 'equal_sentence', 'equal_verdict', 'front_verdict',
-           'front_worlds']
+           'paired_lines', 'front_sentence', 'equal_runs', 'equal_row', 'equal_sentence', 'equal_verdict',
+           'front_verdict', 'front_worlds']
 
 # %% ../../nbs/study/16_front.ipynb #eb5b854a
 from pathlib import Path
@@ -77,15 +77,18 @@ def paired_lines(
 def _how(low, high): # a difference with this interval
     return "not told apart from" if low <= 0 <= high else "above" if low > 0 else "below"
 
+def _hows(row): # of the paired table: over the stream, at its end
+    return _how(row["95 % from"], row["to"]), _how(row["rows from"], row["rows to"])
+
 def _bytes(share): # what another method takes, over ours, in words
     return f"1/{share:.0f} of" if share > 1 else f"{1 / share:.1f} times"
 
 def _scores(row): # of the paired table, in words
-    over, end = (row["95 % from"], row["to"]), (row["rows from"], row["rows to"])
+    over, end = _hows(row)
     return (
-        f"its score is {_how(*over)} that bank's over the stream "
-        f"({row['difference']:+.3f} [{over[0]:+.3f}, {over[1]:+.3f}]) and {_how(*end)} it at "
-        f"the end ({row['final']:+.3f} [{end[0]:+.3f}, {end[1]:+.3f}])")
+        f"its score is {over} that bank's over the stream "
+        f"({row['difference']:+.3f} [{row['95 % from']:+.3f}, {row['to']:+.3f}]) and {end} it at "
+        f"the end ({row['final']:+.3f} [{row['rows from']:+.3f}, {row['rows to']:+.3f}])")
 
 def _beside(row, name, large, kept):
     "HIMALAYA beside a bank: bytes and scores."
@@ -107,15 +110,23 @@ def front_sentence(
     return f"HIMALAYA takes {lines['himalaya']['MB large']:.1f} MB: {told}."
 
 # %% ../../nbs/study/16_front.ipynb #94a95da0
-def equal_row(
-    records: list[dict], # of one main comparison
-) -> dict | None: # of the paired table; None where no bank has as many bytes as a form of HIMALAYA
-    "HIMALAYA beside the bank of as many bytes: `form` and what the table says."
+def equal_runs(
+    records: list[dict], # of one world
+) -> tuple[str, list[dict]] | None: # None where no bank has as many bytes as a form of HIMALAYA
+    "That form, and its runs with those of the bank."
     runs = one_after_another(records)
     if not (pair := equal_bytes(by_pair(runs))): return None
-    row, = paired_table([r for r in runs if method_of(r) in pair], pair[0]).records()
-    return row | dict(form=pair[0].removeprefix("himalaya, ").replace("r ", "rank "))
+    return pair[0], [r for r in runs if method_of(r) in pair]
 
+def equal_row(
+    records: list[dict], # of one main comparison
+) -> dict | None: # of the paired table; None where `equal_runs` is
+    "HIMALAYA beside the bank of as many bytes: `form` and what the table says."
+    if not (found := equal_runs(records)): return None
+    row, = paired_table(found[1], found[0]).records()
+    return row | dict(form=found[0].removeprefix("himalaya, ").replace("r ", "rank "))
+
+# %% ../../nbs/study/16_front.ipynb #913315dc
 def equal_sentence(
     records: list[dict], # of one main comparison
 ) -> str: # Markdown; empty where `equal_row` is
@@ -124,13 +135,12 @@ def equal_sentence(
     bank = FRONT[short_name(row["opponent"])][0].replace(": ", " of ")
     return f"At {row['form']} HIMALAYA has as many bytes as the {bank}: {_scores(row)}."
 
-# %% ../../nbs/study/16_front.ipynb #913315dc
 def equal_verdict(
     records: list[dict], # of one main comparison with such a bank
 ) -> str: # for the first screen
     "HIMALAYA beside a bank of as many bytes, in a few words."
     row = equal_row(records)
-    over, end = _how(row["95 % from"], row["to"]), _how(row["rows from"], row["rows to"])
+    over, end = _hows(row)
     return f"{over} it over the stream" + (
         " and at its end" if over == end else f" and {end} it at the end")
 
@@ -145,8 +155,7 @@ def front_verdict(
     "HIMALAYA beside both banks, in a few words."
     lines = paired_lines(records)
     rows = [lines[m] for m in (WIDE, "lora-bank")]
-    over, end = ([_how(r[low], r[high]) for r in rows] for low, high in (
-        ("95 % from", "to"), ("rows from", "rows to")))
+    over, end = zip(*map(_hows, rows))
     if over == end: return f"{_banks(*over)}, over the stream and at its end"
     return f"{_banks(*over)} over the stream, and {_banks(*end)} at the end"
 

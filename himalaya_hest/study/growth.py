@@ -114,12 +114,13 @@ def growth_chart(
 # %% ../../nbs/study/21_growth.ipynb #833731b7
 def growth_table(
     points: list[dict],
+    title: str = "",
 ) -> Table:
     "The same as a table, with the range over runs."
     columns = ["tasks", "method", "runs", "score at the end", "lowest", "highest", "MB at d = 4096"]
     rows = [[p["tasks"], p["form"], p["runs"], p["score"], p["low"], p["high"], p["mb"]]
             for p in sorted(points, key=lambda p: (p["tasks"], -p["score"]))]
-    return Table("", columns, rows)
+    return Table(title, columns, rows)
 
 # %% ../../nbs/study/21_growth.ipynb #92780d35
 WORLDS = { # title of a panel → files of records and the numbers of tasks that are read of each
@@ -180,12 +181,14 @@ def thousand_table(
     # each run's figures, then their means
     for method, of in by_pair(records).items():
         runs = [*of.values()]
+        twins = [by_twin(r) for r in runs]
+        apart = [np.mean([s for t, s in found.items() if t not in ALIKE]) for found in twins]
         mean = lambda f: float(np.mean([f(r) for r in runs]))
         rows.append([method, len(runs), mean(lambda r: r["summary"]["just_learned_accuracy"]),
             mean(lambda r: r["summary"]["average_accuracy"]),
-            mean(lambda r: np.mean([s for t, s in by_twin(r).items() if t not in ALIKE])),
+            float(np.mean(apart)),
             mean(lambda r: r["summary"]["average_forgetting"]),
-            mean(lambda r: min(by_twin(r).values())), mean(lambda r: max(by_twin(r).values())),
+            *(float(np.mean([end(found.values()) for found in twins])) for end in (min, max)),
             *mb_after(runs[0], (len(runs[0]["tasks"]),)).values(),
             mean(lambda r: r["summary"]["wall_s"] / 60)])
     return Table("", columns, sorted(rows, key=lambda r: -r[3]))
