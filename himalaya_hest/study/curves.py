@@ -20,6 +20,7 @@ from ..measures.record_tables import same_world, score_array
 from himalaya_hest.compare.charts import (
     DARK, MIDDLE, Chart, legend_below, new_figure, plain_axes
 )
+from .front import short_name
 
 # %% ../../nbs/study/02_curves.ipynb #75454bdc
 def _check_rows(record, n):
@@ -204,7 +205,7 @@ def _looks(points, control):
 # %% ../../nbs/study/02_curves.ipynb #04be1a9a
 def _short(method):
     "A curve's name at a point."
-    return method.removeprefix("himalaya, ").replace("lora-bank", "bank")
+    return short_name(method).removeprefix("himalaya, ").replace("lora-bank", "bank")
 
 def _apart(values, gap):
     "Positions at least `gap` apart, in the order of the values and near them."
@@ -272,7 +273,7 @@ def _tasks_panel(axes, points, measure, looks, lengths):
     plain_axes(axes)
     for m, look in looks.items():
         line = [(lengths.index(p["tasks"]), p[measure]) for p in points if p["method"] == m]
-        if line: axes.plot(*zip(*line), markersize=4.5, linewidth=1.2, label=m, **look)
+        if line: axes.plot(*zip(*line), markersize=4.5, linewidth=1.2, label=short_name(m), **look)
     # all texts of one length at once, so that they can be moved apart
     gap = .05 * _decades(points, measure) if mb else .055
     text = lambda p: (p[measure], _short(p["method"]), f"{p[measure]:.2f}", color(p))
@@ -303,9 +304,8 @@ def _draw_sizes(axes, points, mb, measure, looks, control):
     if curve: axes.plot(*zip(*curve), color=DARK, linewidth=1)
     for p in points:
         look = {k: looks[p["method"]][k] for k in ("marker", "color")}
-        axes.plot(
-            p[mb], p[measure], linestyle="none", markersize=5, zorder=5, label=p["method"], **look
-        )
+        axes.plot(p[mb], p[measure], linestyle="none", markersize=5, zorder=5,
+                  label=short_name(p["method"]), **look)
         # the level through the panel shows where the curve reaches it
         if p["method"] == control:
             axes.axhline(p[measure], color=MIDDLE, linewidth=.8, linestyle=":")
