@@ -30,6 +30,7 @@ import yaml
 from peft import PeftModel
 from transformers.utils.logging import disable_progress_bar
 
+from himalaya_hest.ground.freed_memory import keep_memory
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.backbone import load_backbone
 from himalaya_hest.running.continual_run import begin_run
@@ -40,7 +41,7 @@ from himalaya_hest.ground.hooks import HookList
 from himalaya_hest.compare.pairs import method_of
 from himalaya_hest.adapters.registry import Adapter
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, keep_memory, ratio, spread, write_record)
+    called, circumstances, ratio, spread, write_record)
 from himalaya_hest.jobs.grid_runs import combinations
 
 

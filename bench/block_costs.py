@@ -11,7 +11,7 @@ layer and round. Prefill writes an empty cache; decoding is one token a row that
 cache and itself. Int8 products are calibrated before, and weights are rounded and packed before.
 All mixes are visited in turns, round after round; draws, copies of caches and the first pass of
 each are not timed; time is process time, the figure of a mix its median over rounds. Freed memory
-stays with the process (int8_products.keep_memory), else new pages for growing caches take more time
+stays with the process (ground.freed_memory), else new pages for growing caches take more time
 than products, and by chance. "plain" is the layer's own forward, which is what runs where all
 tokens are in fp.
 
@@ -32,12 +32,13 @@ from block_parts import chosen_products, drawn, shapes_of
 from transformers import DynamicCache
 
 from himalaya_hest.ground.clock import clock_of
+from himalaya_hest.ground.freed_memory import keep_memory
 from himalaya_hest.hest.blocks import BlockMatrices, run_block
 from himalaya_hest.hest.gate_costs import CPU_COST_INT8, block_cost
 from himalaya_hest.hest.int8 import calibrate as calibrate_int8
 from himalaya_hest.measures.energy import calibrate
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, keep_memory, llama_config, random_backbone, spread, write_record)
+    called, circumstances, llama_config, random_backbone, spread, write_record)
 
 # off, int8, fp
 MIXES = ((0, 0, 1), (0, 1, 0), (1, 0, 0), (0.25, 0.5, 0.25), (0.2, 0.8, 0), (0.4, 0.6, 0),

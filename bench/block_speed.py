@@ -31,7 +31,7 @@ all do equal work (`lowered` is the share of tokens whose states it would have l
 have 16 directions on q, v, o and down of each block.
 
 Int8 products are calibrated, weights rounded and packed, and states drawn before the time is taken;
-freed memory stays with the process (workshop.measuring.keep_memory), else new pages for growing caches
+freed memory stays with the process (ground.freed_memory), else new pages for growing caches
 take more time than products, and by chance. All variants are visited in turns, round after round;
 passes of less than .3 s follow one that is not timed. Time is process time; figures are medians
 over rounds with quartiles, ratios are medians of the ratios of each round with the 95 % interval of
@@ -49,6 +49,7 @@ from block_parts import (
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from himalaya_hest.ground.clock import clock_of
+from himalaya_hest.ground.freed_memory import keep_memory
 from himalaya_hest.hest.bucket_cache import BudgetedCache
 from himalaya_hest.adapters.masks import DepthMaskConfig, Int8Config, RandomMaskConfig
 from himalaya_hest.hest.tuner import HestConfig
@@ -56,7 +57,7 @@ from himalaya_hest.hest.int8 import calibrate
 from himalaya_hest.streams.backbone import mini_backbone_dir
 from himalaya_hest.adapters.tabs import TabsConfig
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, keep_memory, llama_config, random_backbone, ratio, spread, write_record)
+    called, circumstances, llama_config, random_backbone, ratio, spread, write_record)
 
 PROMPT = 128 # before decoding
 # new tokens at batch 1 and 8

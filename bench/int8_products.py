@@ -25,11 +25,12 @@ import torch
 from torch import nn
 
 from himalaya_hest.ground.clock import clock_of
+from himalaya_hest.ground.freed_memory import keep_memory
 from himalaya_hest.hest.int8 import (
     PRODUCTS, Calibration, Int8Matrix, RoundedWeight, machine_name, quantised, usable,
     use_calibration,
 )
-from himalaya_hest.workshop.measuring import called, keep_memory
+from himalaya_hest.workshop.measuring import called
 
 
 def clock(device): return clock_of(device)()

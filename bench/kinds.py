@@ -36,6 +36,7 @@ from acceptance import arguments, begun
 from passes import references
 from torch import nn
 
+from himalaya_hest.ground.freed_memory import keep_memory
 from himalaya_hest.hest.drafts import learn_table
 from himalaya_hest.hest.eight_bits import in_eight_bits
 from himalaya_hest.hest.pass_budget import pass_costs
@@ -43,7 +44,7 @@ from himalaya_hest.hest.passes import fewer_passes
 from himalaya_hest.measures.statistics import bca_interval
 from himalaya_hest.streams.batching import stop_ids
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, keep_memory, ratio, write_record)
+    called, circumstances, ratio, write_record)
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 ROUNDED = {"weight-only int8": False, "W8A8": True} # are activations rounded?

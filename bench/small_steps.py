@@ -24,6 +24,7 @@ import torch
 from accelerate import Accelerator
 
 from himalaya_hest.adapters.registry import build_adapter
+from himalaya_hest.ground.freed_memory import keep_memory
 from himalaya_hest.ground.hooks import TaskContext
 from himalaya_hest.running.backbone import load_backbone
 from himalaya_hest.running.training import make_optimizer, train_step
@@ -32,7 +33,7 @@ from himalaya_hest.streams.hub import get_source
 from himalaya_hest.streams.stream import load_stream
 from himalaya_hest.streams.tokenised import materialise
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, keep_memory, ratio, spread, write_record)
+    called, circumstances, ratio, spread, write_record)
 
 QV, O, SAME = ["q_proj", "v_proj"], ["o_proj"], ["q_proj", "k_proj", "v_proj", "o_proj",
     "gate_proj", "up_proj", "down_proj"]

@@ -57,13 +57,14 @@ import block_parts
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from himalaya_hest.ground.freed_memory import keep_memory
 from himalaya_hest.running.checkpoint import write_atomic
 from himalaya_hest.ground.hooks import HookList, TaskContext
 from himalaya_hest.adapters.registry import Adapter, build_adapter
 from himalaya_hest.ground.loss import target_logits, target_loss
 from himalaya_hest.running.training import make_optimizer, model_inputs
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, keep_memory, llama_config, random_backbone)
+    called, circumstances, llama_config, random_backbone)
 
 LAYERS = {128: 4, 256: 4, 512: 4, 1024: 4} # 1 x 128 tokens stay far below half a second on one thread
 VOCABULARY, INSTRUCTION, ANSWER, ROWS, MANY = 2048, 8, 8, 4, 10**6

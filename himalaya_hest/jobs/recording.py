@@ -16,6 +16,7 @@ import torch
 
 from ..bridge.facts import describe
 from ..bridge.saved import save_adapter
+from ..ground.freed_memory import keep_memory
 from himalaya_hest.ground.processes import (
     as_only_process, check_same, followed, is_main_process, Leading, num_processes,
     start_processes)
@@ -98,6 +99,7 @@ def _streamed(config, quiet, hooks, on_task, tracker, process):
     "A run that is trained and scored."
     log.info("run %s: adapter %s, preset %s, protocol %s",
              config.run_id, config.adapter, config.preset, config.protocol)
+    keep_memory() # before the first large tensor
     run = begin_run(config, quiet, hooks, on_task, process)
     run.on_history, process.doing = tracker.log, "evaluation"
     run.cut_labels = cut_labels(run)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..compare.pairs import by_pair, method_of
+from ..compare.pairs import WIDE, by_pair, method_of, short_name
 from ..compare.standings import MAIN_PAIRS, main_table, paired_table
 from ..ground.table import Table
 from ..measures.records import records_of
-from .front import WIDE, one_after_another, short_name
+from .front import one_after_another
 
 # %% ../../nbs/study/23_aims.ipynb #a561a68d
 def aim_row(

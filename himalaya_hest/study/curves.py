@@ -14,13 +14,13 @@ import numpy as np
 from ..running.scales import evaluation_schedule
 from ..measures.continual import continual_summary, evaluated_rows
 from ..compare.large import large_adapter, large_bytes
-from ..compare.pairs import method_of
+from ..compare.pairs import method_of, short_name
 from ..ground.table import Table
 from ..measures.record_tables import same_world, score_array
 from himalaya_hest.compare.charts import (
     DARK, MIDDLE, Chart, legend_below, new_figure, plain_axes
 )
-from .front import short_name
+
 
 # %% ../../nbs/study/02_curves.ipynb #75454bdc
 def _check_rows(record, n):

@@ -14,12 +14,12 @@ import numpy as np
 
 from ..compare.charts import Chart, new_figure, plain_axes
 from ..compare.large import large_adapter, large_bytes
-from ..compare.pairs import by_pair
+from ..compare.pairs import EQUAL, WIDE, by_pair, short_name
 from ..ground.table import Table
 from ..measures.record_tables import score_array
 from ..measures.records import records_of
 from ..streams.mini_world import twin_of
-from .front import EQUAL, FRONT, one_after_another, short_name, WIDE
+from .front import FRONT, one_after_another
 
 # %% ../../nbs/study/21_growth.ipynb #6b3f149f
 def score_after(
