@@ -6,8 +6,10 @@ again, and every value is compared (`himalaya-hest rerun`).
     OMP_NUM_THREADS=1 python bench/repeat.py --runs 10 --grids main tasks_main small
 
 A draw is a grid and a method of it, and then a run of these. Runs of an older version of their
-method are left out: they cannot come out. What is in the file already is not run again, so the
-command goes on where it was stopped; another command begins the file anew.
+method are left out: they cannot come out. Another make of processor may give other last bits, and a
+stream makes scores of them: `moved` says by how much the score over the stream and the one at its
+end are others than recorded. What is in the file already is not run again, so the command goes on
+where it was stopped; another command begins the file anew.
 """
 import argparse
 import json
@@ -18,6 +20,16 @@ from himalaya_hest.compare.questions import older_parts
 from himalaya_hest.jobs.again import repeat_run
 from himalaya_hest.measures.records import read_grid
 from himalaya_hest.workshop.measuring import circumstances
+
+
+FIGURES = ("retained_accuracy_auc", "average_accuracy")
+
+
+def moved(again): # figure → now less recorded
+    "Changes of the two scores of a run that was repeated."
+    changed = {place.strip("[']"): now - then for group, place, then, now in again.differences
+               if group == "summary" and place.strip("[']") in FIGURES}
+    return {name: changed.get(name, 0.) for name in FIGURES}
 
 
 def drawn(folder, n, seed, grids):
@@ -65,12 +77,14 @@ def main():
             again = repeat_run(path, cache_dir=a.cache_dir, quiet=True, run_id=run_id)
             record["runs"][run_id] = dict(
                 grid=path.stem, same=again.same(), values=sum(n for n, _ in again.counts.values()),
-                differ=len(again.differences), notes=again.notes)
+                differ=len(again.differences), moved=moved(again), notes=again.notes)
             # a run takes a minute, and what is known is kept
             a.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n",
                              encoding="utf-8")
         found = record["runs"][run_id]
-        told = "the same" if found["same"] else f"{found['differ']} of {found['values']} differ"
+        told = "the same" if found["same"] else (
+            f"{found['differ']} of {found['values']} differ, the score over the stream by "
+            f"{found['moved']['retained_accuracy_auc']:+.3f}")
         print(f"{i}/{len(todo)} {path.stem} {run_id}: {told}", flush=True)
     print(f"{sum(r['same'] for r in record['runs'].values())} of {len(record['runs'])} the same")
 

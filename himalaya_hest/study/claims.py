@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..compare.pairs import by_pair
+from ..compare.pairs import by_pair, short_name
 from ..compare.standings import MAIN_PAIRS, large_mb, mean_of
 from ..ground.table import Table
 from ..measures.records import records_of
@@ -158,7 +158,7 @@ def difference_told(
 def _size_told(m, runs):
     "One method's bytes; one that is not known here has no size at the founding scale."
     mb = lambda x: "size not known" if x is None else f"{x:.2f} MB"
-    large, said = large_mb(runs), f"{m} {mb(mean_of(runs, 'adapter_mb'))} here, "
+    large, said = large_mb(runs), f"{short_name(m)} {mb(mean_of(runs, 'adapter_mb'))} here, "
     if large is None: return said + f"{mb(large)} at d = 4096"
     where = "below" if large < QUESTION_MB else "above"
     return said + f"{mb(large)} at d = 4096, {where} the limit"
@@ -192,7 +192,7 @@ def _better_exploratory(methods, best):
     if m is None or ahead[m] <= 0: return ""
     a, b = found[m]
     return (
-        f"Exploratory, and no part of the comparison: {m} has {_auc(a):.3f} on n = "
+        f"Exploratory, and no part of the comparison: {short_name(m)} has {_auc(a):.3f} on n = "
         f"{len(a)} pairs, on which the winner has {_auc(b):.3f}."
     )
 
@@ -208,9 +208,9 @@ def _winner_told(best, compared, ours):
         others = {m: runs for m, runs in compared.items() if not m.startswith("himalaya")}
         if not others: return said
         m = max(others, key=lambda m: _auc(others[m]))
-        return f"{said} It is ahead of {m}, with {_auc(others[m]):.3f}, {difference_told(ours, others[m])}."
+        return f"{said} It is ahead of {short_name(m)}, with {_auc(others[m]):.3f}, {difference_told(ours, others[m])}."
     return (
-        f"On the mini world **{best} wins**: AUC {_auc(compared[best]):.3f} against "
+        f"On the mini world **{short_name(best)} wins**: AUC {_auc(compared[best]):.3f} against "
         f"HIMALAYA's {_auc(ours):.3f}; HIMALAYA is behind within pairs "
         f"{difference_told(ours, compared[best])}."
     )
@@ -234,7 +234,7 @@ def _control_told(ours, control, methods, equal):
     bank = (f"A bank of as many bytes at d = 4096 as {who} ({large_mb(a):.2f} MB)" if equal
             else "The control")
     return (
-        f"{bank}, {control}, has {_auc(b):.3f}; {who}, with {_auc(a):.3f}, is "
+        f"{bank}, {short_name(control)}, has {_auc(b):.3f}; {who}, with {_auc(a):.3f}, is "
         f"{'ahead of' if _auc(a) > _auc(b) else 'behind'} it {difference_told(a, b)}."
     )
 
