@@ -59,8 +59,8 @@ def growth_points(
             if family := family_of(method): forms.setdefault(family, {})[method] = [*runs.values()]
         for family, of in forms.items():
             sizes = {form: mb_after(runs[0], lengths) for form, runs in of.items()}
-            # of those with as many runs the smallest file
-            form = min(of, key=lambda f: (-len(of[f]), sizes[f][lengths[-1]]))
+            # of those with as many runs, and no more set than the rank, the smallest file
+            form = min(of, key=lambda f: (-len(of[f]), f.count(",") > 1, sizes[f][lengths[-1]]))
             runs, mb = of[form], sizes[form]
             found = ((n, [s for r in runs if (s := score_after(r, n)) is not None])
                      for n in lengths)
@@ -87,10 +87,10 @@ def _panel(axes, title, points):
         for p in own if method != EQUAL else (): # below HIMALAYA's points, after as many tasks
             axes.annotate(f"{p['tasks']:,}", (p["mb"], p["score"]), color=color, fontsize=7,
                           textcoords="offset points", **place)
-        # names stand where those of neighbours do not: below the last point, before the first
+        # names stand where those of neighbours and the axis do not
         places = {"himalaya": (0, "right", -7, 4), "lora-bank": (-1, "left", -14, -9),
-                  WIDE: (0, "left", -4, 25), EQUAL: (0, "left", -48, -20)}
-        at, side, right, up = places.get(method, (-1, "center", 0, -9))
+                  WIDE: (0, "left", -4, 25), EQUAL: (0, "left", -48, -20), "lora": (0, "right", -6, 4)}
+        at, side, right, up = places.get(method, (0, "center", 0, 16))
         axes.annotate(name, (x[at], y[at]), (right, up), color=color, textcoords="offset points",
                       fontsize=8, ha=side, va="top", weight="bold" if bold else "normal")
     axes.set(xscale="log", xlim=(.05, 250), ylim=(0, 1.06), xticks=[.1, 1, LIMIT_MB, 10, 100])
