@@ -157,7 +157,8 @@ def _against_tasks(points, methods, control):
         for m in (m for m in methods if m != control):
             x, ours, theirs = _over_tasks(points, m, control, measure)
             if not x: continue
-            told = _told(x, ours, theirs, (short_name(m), control), "tasks", measure.startswith("MB"))
+            names = short_name(m), control
+            told = _told(x, ours, theirs, names, "tasks", measure.startswith("MB"))
             rows.append([f"{measure} against tasks", m, *told])
     return rows
 
