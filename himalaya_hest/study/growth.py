@@ -89,7 +89,8 @@ def _panel(axes, title, points):
                           textcoords="offset points", **place)
         # names stand where those of neighbours and the axis do not
         places = {"himalaya": (0, "right", -7, 4), "lora-bank": (-1, "left", -14, -9),
-                  WIDE: (0, "left", -4, 25), EQUAL: (0, "left", -48, -20), "lora": (0, "right", -6, 4)}
+                  WIDE: (0, "left", -4, 25), EQUAL: (0, "left", -48, -20),
+                  "lora": (0, "right", -6, 4)}
         at, side, right, up = places.get(method, (0, "center", 0, 16))
         axes.annotate(name, (x[at], y[at]), (right, up), color=color, textcoords="offset points",
                       fontsize=8, ha=side, va="top", weight="bold" if bold else "normal")
