@@ -81,10 +81,11 @@ def by_int_mm(a: Tensor, w: RoundedWeight) -> Tensor:
 # %% ../../nbs/hest/08_int8.ipynb #98200ea0
 def by_onednn(a: Tensor, w: RoundedWeight) -> Tensor:
     "Sums in integers on the packed weight."
-    packed = w.packed
+    packed, signed = w.packed, torch.cpu._is_amx_tile_supported()
+    zero = 0 if signed else 128
     product = torch.ops.onednn.qlinear_pointwise.default
     return product(
-        a.view(torch.uint8) + 128, 1., 128, packed, w.scale, w.zeros, None, # 128 is the zero point
+        a if signed else a.view(torch.uint8) + zero, 1., zero, packed, w.scale, w.zeros, None,
         1., 0, torch.float32, "none", [], "",
     )
 
@@ -112,8 +113,9 @@ def is_exact(
     "Does a product run on this device, and give the sums of integers?"
     onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
     if name == "onednn" and not onednn: return False
-    a = (torch.arange(33 * 256).view(33, 256) * 37 % 255 - 127).to(torch.int8)
-    w = (torch.arange(48 * 256).view(48, 256) * 101 % 255 - 127).to(torch.int8)
+    width = 2600 # 127 · 127 · width is above 2²⁴
+    a = (torch.arange(33 * width).view(33, width) * 37 % 255 - 127).to(torch.int8)
+    w = (torch.arange(48 * width).view(48, width) * 101 % 255 - 127).to(torch.int8)
     # rows at the extremes: what adds pairs of products in 16 bits saturates on them
     a[:6] = torch.tensor([127, -127, 0] * 2)[:, None]
     w[:9] = torch.tensor([127, -127, 127] * 3)[:, None]
