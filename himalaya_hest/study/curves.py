@@ -21,7 +21,6 @@ from himalaya_hest.compare.charts import (
     DARK, MIDDLE, Chart, legend_below, new_figure, plain_axes
 )
 
-
 # %% ../../nbs/study/02_curves.ipynb #75454bdc
 def _check_rows(record, n):
     "The tasks that a stream of n is evaluated after, which a longer one may not have been."

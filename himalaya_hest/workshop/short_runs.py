@@ -75,7 +75,7 @@ def compared(
     "How closely the two can be compared."
     if kept["machine"] == now["machine"]: return "to the last bit"
     was, is_ = (", ".join(r["machine"].values()) for r in (kept, now))
-    return f"losses to .3 %, counts exactly: the record is of {was}, this is {is_}"
+    return f"losses to three digits, counts exactly: the record is of {was}, this is {is_}"
 
 # %% ../../nbs/workshop/15_short_runs.ipynb #c5a2f996
 def _counted(groups):
@@ -95,11 +95,12 @@ def short_faults(
             f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now"
             for p in {**old, **new} if old.get(p) != new.get(p)
         ]
-    # another one: losses nearly, and what was counted
+    # another one: losses to three digits, and what was counted; int8 makes steps of last bits
+    near = 3e-3 if "int8" in kept["method_versions"] else 1e-3
     far = [
         f"loss {i}: {a} kept, {b} now"
         for i, (a, b) in enumerate(zip(kept["losses"], now["losses"]))
-        if not math.isclose(a, b, rel_tol=3e-3)
+        if not math.isclose(a, b, rel_tol=near)
     ]
     old, new = _counted(kept), _counted(now)
     return far + [
