@@ -107,10 +107,12 @@ def growth_chart(
     figure, (panels,) = new_figure(9.6, 3.6, 1, len(worlds))
     for axes, (title, points) in zip(panels, worlds.items()): _panel(axes, title, points)
     panels[0].set_ylabel("mean score at the end", fontsize=8.5)
-    told = "; ".join(f"{title}: " + ", ".join(
+    # in words the last point of each line; all of them are in the table
+    def told(points): return ", ".join(
         f"{FRONT[p['method']][0]} after {p['tasks']:,} tasks {p['score']:.2f} at {p['mb']:.1f} MB"
-        for p in points) for title, points in worlds.items())
-    return Chart("growth", figure, f"Mean score at the end by the size of the adapter. {told}.")
+        for p in {p["method"]: p for p in sorted(points, key=lambda p: p["tasks"])}.values())
+    all_told = "; ".join(f"{title}: {told(points)}" for title, points in worlds.items())
+    return Chart("growth", figure, f"Mean score at the end by the size of the adapter. {all_told}.")
 
 # %% ../../nbs/study/21_growth.ipynb #833731b7
 def growth_table(
