@@ -8,6 +8,7 @@ __all__ = ['LENGTHS', 'METRICS', 'CONTROL', 'stopped_after', 'curve_points', 'cu
 
 # %% ../../nbs/study/02_curves.ipynb #065db338
 import re
+from functools import partial
 
 import numpy as np
 
@@ -150,15 +151,19 @@ def _told(x, ours, theirs, names, unit, smaller=False):
 
 # %% ../../nbs/study/02_curves.ipynb #66622f5d
 def _against_tasks(points, methods, control):
-    "Every method with the control."
+    "Every method with the control; those that nowhere cross it share a row by who leads."
     rows = []
     for measure in ("AUC", "final", "MB mini", "MB large"):
+        nowhere = {} # in words → methods
         for m in (m for m in methods if m != control):
             x, ours, theirs = _over_tasks(points, m, control, measure)
             if not x: continue
-            names = short_name(m), control
-            told = _told(x, ours, theirs, names, "tasks", measure.startswith("MB"))
-            rows.append([f"{measure} against tasks", m, *told])
+            told = partial(_told, x, ours, theirs, unit="tasks", smaller=measure.startswith("MB"))
+            at, words = told((short_name(m), control))
+            if at is not None: rows.append([f"{measure} against tasks", m, at, words])
+            else: nowhere.setdefault(told(("each of these", control))[1], []).append(short_name(m))
+        rows += [[f"{measure} against tasks", "; ".join(of), None, words]
+                 for words, of in nowhere.items()]
     return rows
 
 # %% ../../nbs/study/02_curves.ipynb #10120aa1
