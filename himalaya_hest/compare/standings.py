@@ -239,7 +239,9 @@ def paired_table(
         rows.append({"opponent": other} | _paired_row(runs[method], runs[other], pairs, metric))
     # corrected once all rows are known
     for row, p in zip(rows, holm([row["p (exact)"] for row in rows])): row["p (Holm)"] = float(p)
-    title = f"{metric}: {method} minus the other, within n (seed, order) pairs"
+    # tables call it AUC, and text metrics have no shorter name
+    told = "AUC" if metric == "retained_accuracy_auc" else metric
+    title = f"{told}: {method} minus the other, within n (seed, order) pairs"
     if left: title += f"; too few pairs for a test: {', '.join(left)}"
     return known_table(title, _PAIRED, sorted(rows, key=lambda row: row["difference"]))
 
