@@ -6199,6 +6199,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                   'himalaya_hest/study/settings_tried.py'),
                                                     'himalaya_hest.study.settings_tried._without_penalty': ( 'study/settings_tried.html#_without_penalty',
                                                                                                              'himalaya_hest/study/settings_tried.py'),
+                                                    'himalaya_hest.study.settings_tried.sizes_table': ( 'study/settings_tried.html#sizes_table',
+                                                                                                        'himalaya_hest/study/settings_tried.py'),
                                                     'himalaya_hest.study.settings_tried.trials_of': ( 'study/settings_tried.html#trials_of',
                                                                                                       'himalaya_hest/study/settings_tried.py'),
                                                     'himalaya_hest.study.settings_tried.trials_table': ( 'study/settings_tried.html#trials_table',

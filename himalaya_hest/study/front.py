@@ -72,8 +72,9 @@ def _hows(row): # of the paired table: over the stream, at its end
     return _how(row["95 % from"], row["to"]), _how(row["rows from"], row["rows to"])
 
 def _told(difference, low, high): # as a cell: the difference, its interval, and what that says
-    how = _how(low, high).removesuffix(" from")
-    return f"{how}: {difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+    # one digit more where a sign would be all that is left
+    shown = [f"{x:+.3f}" if abs(x) >= 5e-4 else f"{x:+.4f}" for x in (difference, low, high)]
+    return "{}: {} [{}, {}]".format(_how(low, high).removesuffix(" from"), *shown)
 
 def _share(part): # of bytes
     return f"1/{1 / part:.0f}" if part < .7 else f"{part:.1f} ×"
