@@ -94,7 +94,7 @@ def _panel(axes, title, points):
         at, side, right, up = places.get(method, (0, "center", 0, 16))
         axes.annotate(name, (x[at], y[at]), (right, up), color=color, textcoords="offset points",
                       fontsize=8, ha=side, va="top", weight="bold" if bold else "normal")
-    axes.set(xscale="log", xlim=(.05, 250), ylim=(0, 1.06), xticks=[.1, 1, LIMIT_MB, 10, 100])
+    axes.set(xscale="log", xlim=(.05, 250), ylim=(-.05, 1.06), xticks=[.1, 1, LIMIT_MB, 10, 100])
     axes.set_xticklabels([".1", "1", "2.5", "10", "100"]); axes.minorticks_off()
     axes.set_title(title, fontsize=9.5, loc="left")
     axes.set_xlabel("MB at d = 4096, 32 layers", fontsize=8.5, loc="left")
