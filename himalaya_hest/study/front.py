@@ -103,7 +103,7 @@ def beside_table(
 ) -> Table:
     "HIMALAYA beside each bank, and at equal bytes beside the bank that has them."
     lines, against = front_lines(records), paired_lines(records)
-    columns = ["HIMALAYA beside", "bytes over the bank's at d = 4096", "as trained",
+    columns = ["HIMALAYA beside", "its share of the bank's bytes, d = 4096", "as trained",
                "score over the stream", "at the end"]
     def row(name, shares, of):
         return [name, *map(_share, shares),
