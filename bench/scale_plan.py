@@ -445,8 +445,8 @@ def large_sites():
 def rank_for(n_tasks):
     "What the default takes at 7 B where so many tasks are expected."
     from himalaya_hest.himalaya.router import Router
-    from himalaya_hest.himalaya.tuner import HimalayaSettings, fitting_rank
-    return fitting_rank(len(large_sites()), Router(4096), HimalayaSettings(n_tasks=n_tasks))
+    from himalaya_hest.himalaya.tuner import HimalayaSettings, fitted
+    return fitted(len(large_sites()), Router(4096), HimalayaSettings(n_tasks=n_tasks)).r
 
 
 def stream_points():
@@ -541,7 +541,8 @@ def task_point(n, rows=8):
     from himalaya_hest.himalaya.router import root, task_scores
     from himalaya_hest.himalaya.tuner import HimalayaSettings, kept_bytes
     core, (e, tau) = filled_core(n)
-    kept = kept_bytes(len(core.sites), core.router, HimalayaSettings(), core.tasks.r, n)
+    size = HimalayaSettings(r=core.tasks.r, n_coordinates=core.tasks.R)
+    kept = kept_bytes(len(core.sites), core.router, size, n)
     def roots(): # as after a task's start, when nothing is known of the new covariance
         for view in (core.router.content, core.router.instruction): view._root = None; root(view)
     with torch.no_grad():

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['NAME_BYTES', 'UNROUTED', 'MAX_RANK', 'MAX_COORDINATES', 'HimalayaSettings', 'name_row', 'task_names', 'place_of',
-           'router_bytes', 'kept_bytes', 'fitting_rank', 'HimalayaCore', 'trim', 'fill', 'nearest_tasks', 'task_route',
+           'router_bytes', 'kept_bytes', 'fitted', 'HimalayaCore', 'trim', 'fill', 'nearest_tasks', 'task_route',
            'HimalayaHooks', 'HimalayaConfig', 'HimalayaModel', 'himalaya_bytes', 'lora_factors']
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #2c64fb37
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
 from typing import Callable, Optional, Union
@@ -40,7 +40,7 @@ class HimalayaSettings:
     r: int | None = None # rank of a task's update; None: the largest up to 16 that fits
     n_tasks: int = 25 # that are expected, where r follows from the budget
     budget_mb: float = 2.5 # 10⁶ bytes, of all that is kept after n_tasks
-    n_coordinates: int = 256 # numbers of a direction, at every site
+    n_coordinates: int = 256 # numbers of a direction, at every site; as few as half where r is None
     gamma: float = 4. # Frobenius norm of ΔW, at every site, is below it
     bits: int = 4 # of a kept number
     # that the router reads of a prompt, and half as many of its instruction; 0: set_task names the task
@@ -85,26 +85,35 @@ def router_bytes(
 def kept_bytes(
     n_sites: int,
     router: Router,
-    of: HimalayaSettings,
-    r: int, # rank
+    of: HimalayaSettings, # with a rank
     n_tasks: int, # finished tasks
 ) -> dict[str, int]: # part → bytes
     "Bytes of an adapter between two tasks."
-    row = task_bytes(n_sites, r, of.n_coordinates, of.bits)
+    row = task_bytes(n_sites, of.r, of.n_coordinates, of.bits)
     return dict(tasks=n_tasks * row, names=n_tasks * NAME_BYTES, **router_bytes(router, n_tasks))
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #72bb60fa
-def fitting_rank(
+_STEP = 8 # coordinates
+
+def fitted(
     n_sites: int,
     router: Router,
     of: HimalayaSettings,
-) -> int: # 1 to 16
-    "The largest rank whose adapter keeps to the budget; `ValueError` if there is none."
-    def mb(r): return sum(kept_bytes(n_sites, router, of, r, of.n_tasks).values()) / 1e6
+) -> HimalayaSettings: # with a rank, and as many coordinates as fit
+    """The largest rank up to 16 whose adapter keeps to the budget, with half of the coordinates or
+    more; `ValueError` if there is none. A rank that was given stays, whatever it takes."""
+    given = {f.name: getattr(of, f.name) for f in fields(HimalayaSettings)}
+    def sized(r, R): return HimalayaSettings(**given | dict(r=r, n_coordinates=R))
+    if of.r is not None: return sized(of.r, of.n_coordinates)
+    def mb(size): return sum(kept_bytes(n_sites, router, size, of.n_tasks).values()) / 1e6
+    # all of them, then in steps down to half
+    most = of.n_coordinates
+    less = range((most - 1) // _STEP * _STEP, -(-most // 2) - 1, -_STEP)
     for r in range(16, 0, -1):
-        if mb(r) <= of.budget_mb: return r
+        for R in (most, *less):
+            if mb(size := sized(r, R)) <= of.budget_mb: return size
     raise ValueError(
-        f"{of.n_tasks} tasks at {n_sites} sites take {mb(1):.2f} MB at rank 1, budget_mb = "
+        f"{of.n_tasks} tasks at {n_sites} sites take {mb(size):.2f} MB at rank 1, budget_mb = "
         f"{of.budget_mb:g}; raise budget_mb, lower n_tasks or name fewer target_modules")
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #8407cc7f
@@ -119,8 +128,8 @@ class HimalayaCore(RoutedCore):
     ):
         super().__init__()
         self.router = Router(width, of.n_features, of.seed, keeps_spread=of.abstain is not None)
-        r = of.r or fitting_rank(len(sites), self.router, of)
-        self.tasks = TaskCores(sites, r, of.n_coordinates, of.gamma, of.bits, of.seed)
+        of = fitted(len(sites), self.router, of)
+        self.tasks = TaskCores(sites, of.r, of.n_coordinates, of.gamma, of.bits, of.seed)
         self.names = RowStack(NAME_BYTES, dtype=torch.uint8)
         self.register_buffer("current", torch.tensor(-1))
         self.set_by_hand = None # index of the task that every prompt takes; None: the router finds it
@@ -294,7 +303,8 @@ class HimalayaModel(RoutedModel):
     target_module_mapping = _ALL
     def make_core(self, config, sites):
         core = HimalayaCore(sites, self.width, config)
-        config.r = core.tasks.r # is saved, so that a file does not depend on the rule
+        # both are saved, so that a file does not depend on the rule
+        config.r, config.n_coordinates = core.tasks.r, core.tasks.R
         frames = core.tasks.frames_digest()
         # a configuration that was filled in here may make another adapter, as LoraConfig may
         if not getattr(config, "filled_in", False) and config.frames_sha256 not in (None, frames):
@@ -323,7 +333,7 @@ def optimizer_groups(self: HimalayaModel, base_lr: float) -> list[dict]: # for t
 
 def himalaya_bytes(tuner, name, n_tasks): # part → bytes
     core, config = tuner.core(name), tuner.peft_config[name or tuner.active_adapters[0]]
-    return kept_bytes(len(core.sites), core.router, config, core.tasks.r, n_tasks)
+    return kept_bytes(len(core.sites), core.router, config, n_tasks)
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #ac240748
 @patch
