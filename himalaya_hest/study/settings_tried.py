@@ -70,6 +70,7 @@ def sizes_table(
         kb = task_bytes(_SITES, r, R, HimalayaSettings.bits) / 1e3
         return f"{np.mean(scores):.3f} ({kb:.1f} kB)"
     runs = sorted({len(of) for of in found.values()})
-    title = f"AUC, and a task's bytes at d = 4096; {' or '.join(map(str, runs))} runs each"
+    n = f"{' or '.join(map(str, runs))} {'run' if runs == [1] else 'runs'}"
+    title = f"AUC, and a task's bytes at d = 4096; {n} each"
     return Table(title, ["rank", *(f"{R} coordinates" for R in coordinates)],
         [[r, *(told(r, R) for R in coordinates)] for r in ranks])
