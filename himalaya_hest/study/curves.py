@@ -160,6 +160,7 @@ def _against_tasks(points, methods, control):
             if not x: continue
             told = partial(_told, x, ours, theirs, unit="tasks", smaller=measure.startswith("MB"))
             at, words = told((short_name(m), control))
+            # words without a name of its own are the same for all that one side leads
             if at is not None: rows.append([f"{measure} against tasks", m, at, words])
             else: nowhere.setdefault(told(("each of these", control))[1], []).append(short_name(m))
         rows += [[f"{measure} against tasks", "; ".join(of), None, words]

@@ -60,6 +60,7 @@ def sizes_table(
     records: list[dict], # of HIMALAYA, each with its rank and coordinates
 ) -> Table: # a row a rank, a column a number of coordinates
     "Mean AUC over runs, and kB of a task at d = 4096 with 32 layers."
+    # rank, coordinates → scores of its runs
     found = {}
     for r in records:
         of = r["config"]["adapter_config"]
