@@ -60,11 +60,11 @@ def sizes_table(
     records: list[dict], # of HIMALAYA, each with its rank and coordinates
 ) -> Table: # a row a rank, a column a number of coordinates
     "Mean AUC over runs, and kB of a task at d = 4096 with 32 layers."
-    # rank, coordinates → scores of its runs
-    found = {}
+    found = {} # rank, coordinates → scores of its runs
     for r in records:
         of = r["config"]["adapter_config"]
         found.setdefault((of["r"], of["n_coordinates"]), []).append(r["summary"][SCORE])
+    # a size that nobody tried has an empty cell
     ranks, coordinates = (sorted({*of}) for of in zip(*found))
     def told(r, R):
         if not (scores := found.get((r, R))): return None
