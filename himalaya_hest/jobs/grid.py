@@ -229,12 +229,13 @@ def _asked_runs(args, grid):
     shared = [f"training.num_processes={args.processes}"] if args.processes > 1 else []
     base = _over(grid["base"], read_arguments(args.changes + shared))
     named = named_runs(combinations(grid | dict(base=base), args.pairs), args.results_dir)
-    if strange := [o for o in args.only if not fnmatch.filter(named, o)]:
+    found = {o: fnmatch.filter(named, o) for o in args.only}
+    if strange := [o for o, runs in found.items() if not runs]:
         raise ValueError(f"--only {strange[0]}: none of the grid's runs has such a name"
                          + "; parameters go in front of --only" * ("=" in strange[0]))
-    runs = {r: p for r, p in named.items() if any(fnmatch.fnmatch(r, o) for o in args.only)}
+    asked = {r for runs in found.values() for r in runs}
     there = {r["run_id"] for r in read_grid(args.without)} if args.without else ()
-    return {r: p for r, p in runs.items() if r not in there}
+    return {r: p for r, p in named.items() if r in asked and r not in there}
 
 # %% ../../nbs/jobs/21_grid.ipynb #1e1b602f
 def _options(args):
