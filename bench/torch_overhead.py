@@ -22,7 +22,8 @@ step: copies of tracked parameters, forward and backward, hooks, clipping, optim
 rate is next to zero, so all steps start alike); beside it stands bare's forward_backward.
 
 Methods: lora-qv is PEFT's LoRA r 8 on q, v; lora-all on all linear maps (q, k, v, o, gate, up,
-down: HIMALAYA's layers), measured beside HIMALAYA in the same rounds: `of_lora_all`. A round visits
+down_proj: HIMALAYA's layers), measured beside HIMALAYA in the same rounds: `of_lora_all`;
+himalaya-folded is one of its tasks added to the weights, for who asks for no other. A round visits
 bare and the method (beside HIMALAYA this one as well) in random order on identical inputs;
 collection of garbage is off. Ratios: `median_of_ratios` over rounds and `ratio_of_medians`, 95 %
 interval of a bootstrap over rounds. Process time on a CPU, wall on a GPU; p50 and p99 of both clocks are told.
@@ -62,6 +63,7 @@ from himalaya_hest.running.checkpoint import write_atomic
 from himalaya_hest.ground.hooks import HookList, TaskContext
 from himalaya_hest.adapters.registry import Adapter, build_adapter
 from himalaya_hest.ground.loss import target_logits, target_loss
+from himalaya_hest.himalaya.tuner import lora_factors
 from himalaya_hest.running.training import make_optimizer, model_inputs
 from himalaya_hest.workshop.measuring import (
     called, circumstances, llama_config, random_backbone)
@@ -75,7 +77,8 @@ UNILORA = dict(normalised=False, n_numbers=11200, bits=4, router="gaussian", r=2
     target_modules="all-linear")
 METHODS = {"lora-qv": ("lora", {}),
     "lora-all": ("lora", dict(target_modules=ALL)), "vera": ("vera", {}), "ia3": ("ia3", {}),
-    "himalaya": ("himalaya", {}), "lora-bank": ("lora-bank", {}),
+    "himalaya": ("himalaya", {}), "himalaya-folded": ("himalaya", {}),
+    "lora-bank": ("lora-bank", {}),
     "unilora-bank": ("lora-bank", UNILORA),
     "reft": ("reft", {}), "lilac": ("lilac", dict(budget_mb=None)), "coltas": ("coltas", {}),
     "glodis": ("glodis", {}), "olora": ("olora", {}), "gpm-lora": ("gpm-lora", {}),
@@ -83,6 +86,7 @@ METHODS = {"lora-qv": ("lora", {}),
     "hest-directions": ("hest", dict(scope="directions")),
     "tabs": ("tabs", dict(scope="directions")), "bhsp": ("bhsp", dict(scope="directions"))}
 BANKS = "lora-bank", "unilora-bank"
+PLAIN = "bare", "himalaya-folded" # a backbone without an adapter, which nothing trains
 BESIDE = {"himalaya": ["lora-all"]} # what is visited in the same rounds, beside bare
 WORKLOADS = ("forward", "generation", "training")
 FORWARD, GENERATION, TRAINING = ("forward",), ("prefill", "decode_first", "decode"), (
@@ -116,7 +120,11 @@ class Contestant:
     def __init__(self, name, base, a):
         self.name, self.a = name, a
         model = copy.deepcopy(base)
-        if name == "bare":
+        if name == "himalaya-folded":
+            core = Contestant("himalaya", base, a).adapter.model.base_model.core()
+            for module, (A, B) in lora_factors(core, 0).items():
+                model.get_submodule(module).weight.data += B @ A
+        if name in PLAIN:
             self.adapter, self.optimizer = Adapter(name, model, HookList([])), None
             for n in ("q_proj", "k_proj", "v_proj"):
                 model.get_submodule(f"model.layers.0.self_attn.{n}").register_forward_hook(
@@ -135,7 +143,7 @@ class Contestant:
         """Begin a task as a run does, hooks first, then a fresh optimiser, and train two steps;
         from then on the rate is next to zero."""
         self.adapter.model.train()
-        if self.name == "bare": return
+        if self.name in PLAIN: return
         self.adapter.hooks.on_task_start(TaskContext(f"task {task}", task, MANY, self.batches(task)))
         self.optimizer = make_optimizer(
             self.adapter, dict(learning_rate=1e-2, weight_decay=0., adam_beta1=.9, adam_beta2=.999))
@@ -149,7 +157,7 @@ class Contestant:
         logits, targets = target_logits(self.adapter.model, batch["labels"], **self.inputs(batch),
             use_cache=False)
         loss = target_loss(logits, targets)
-        terms = [] if self.name == "bare" else [self.adapter.hooks.extra_loss(self.adapter.model,
+        terms = [] if self.name in PLAIN else [self.adapter.hooks.extra_loss(self.adapter.model,
             batch), self.adapter.hooks.micro_batch_loss(self.adapter.model, batch, 1.)]
         sum((t for t in terms if t is not None), loss).backward()
     def step(self, batch):
@@ -169,10 +177,10 @@ class Contestant:
     def generate(self, batch, n):
         "Prefill and n tokens as `generate` runs them, greedily the same for all: the marks between."
         model, given, ids = self.adapter.model, self.inputs(batch), batch["input_ids"]
-        inner = model if self.name == "bare" else model.get_base_model()
+        inner = model if self.name in PLAIN else model.get_base_model()
         kept = nn.functional.pad(batch["attention_mask"], (0, n), value=1)
         tokens, marks = batch["input_ids"][:, :n], [mark(self.a)]
-        hooks = contextlib.nullcontext() if self.name == "bare" else model._enable_peft_forward_hooks(**given)
+        hooks = contextlib.nullcontext() if self.name in PLAIN else model._enable_peft_forward_hooks(**given)
         with torch.no_grad(), hooks:
             cache = inner(input_ids=ids, attention_mask=batch["attention_mask"], use_cache=True,
                 logits_to_keep=1).past_key_values
@@ -297,7 +305,7 @@ def measured(name, width, a):
     for c in contestants: c.start(a.tasks)
     acts["training"] = check_acts(contestants[1], contestants[0], train, training=True)
     count["forward_backward"] = {c.name: flops(c, "training", train) for c in contestants}
-    if "training" in a.workloads: times |= in_turns(contestants, "training", train, a.pairs, rng)
+    if "training" in a.workloads and name not in PLAIN: times |= in_turns(contestants, "training", train, a.pairs, rng)
     share = {w: {n: f / of["bare"] - 1 for n, f in of.items() if n != "bare"} for w, of in count.items()}
     p = [q for q in contestants[1].adapter.model.parameters() if q.requires_grad]
     return dict(acts=acts, trainable_parameters=sum(q.numel() for q in p),

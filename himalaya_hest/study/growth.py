@@ -84,8 +84,11 @@ def _panel(axes, title, points):
         # where the file does not grow, numbers of tasks stand beside the line
         place = dict(xytext=(6, -3)) if x[0] == x[-1] else dict(
             xytext=(8 if method == "lora-bank" else 0, 4), ha="center")
-        for p in own if method != EQUAL else (): # below HIMALAYA's points, after as many tasks
-            axes.annotate(f"{p['tasks']:,}", (p["mb"], p["score"]), color=color, fontsize=7,
+        told = {} # place → numbers of tasks; points that fall together are told together
+        for p in own: told.setdefault((p["mb"], round(p["score"], 2)), []).append(f"{p['tasks']:,}")
+        # those of the bank lie below HIMALAYA's, after as many tasks
+        for at, numbers in told.items() if method != EQUAL else ():
+            axes.annotate(", ".join(numbers), at, color=color, fontsize=7,
                           textcoords="offset points", **place)
         # names stand where those of neighbours and the axis do not
         places = {"himalaya": (0, "right", -7, 4), "lora-bank": (-1, "left", -14, -9),

@@ -8,6 +8,7 @@ __all__ = ['RATE', 'SCORE', 'trials_of', 'trials_table', 'sizes_table']
 # %% ../../nbs/study/18_settings_tried.ipynb #f3220493
 import numpy as np
 
+from ..compare.large import LARGE_SITES
 from ..compare.pairs import method_of
 from ..ground.table import Table
 from ..himalaya.task_cores import task_bytes
@@ -54,8 +55,6 @@ def _told(best, rates):
     return f"{rate:g}" + ", an edge" * (rate in (rates[0], rates[-1]))
 
 # %% ../../nbs/study/18_settings_tried.ipynb #62be1ce7
-_SITES = 7 * 32 # seven projections of 32 layers
-
 def sizes_table(
     records: list[dict], # of HIMALAYA, each with its rank and coordinates
 ) -> Table: # a row a rank, a column a number of coordinates
@@ -68,7 +67,7 @@ def sizes_table(
     ranks, coordinates = (sorted({*of}) for of in zip(*found))
     def told(r, R):
         if not (scores := found.get((r, R))): return None
-        kb = task_bytes(_SITES, r, R, HimalayaSettings.bits) / 1e3
+        kb = task_bytes(LARGE_SITES, r, R, HimalayaSettings.bits) / 1e3
         return f"{np.mean(scores):.3f} ({kb:.1f} kB)"
     runs = sorted({len(of) for of in found.values()})
     n = f"{' or '.join(map(str, runs))} {'run' if runs == [1] else 'runs'}"
