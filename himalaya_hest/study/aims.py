@@ -103,7 +103,7 @@ def cost_aims(
                 *_ratio(last["answer"]["of_first"])),
         aim_row("task 1,000 beside task 10: memory", 1.2, False,
                 last["peak_mb"] / first["peak_mb"]),
-        aim_row("1,000 tasks: routing as a share of a forward pass", .01, False, *_ratio(routed)),
+        aim_row("1,000 tasks: routing as a share of SmolLM2's forward pass", .01, False, *_ratio(routed)),
         *(aim_row(f"d = 1024, 28 layers: a prompt's pass{how} beside the bare backbone's", 1.05,
                   False, *_ratio(deep[method]))
           for method, how in (("himalaya", ""), ("himalaya-folded", " with one task folded in"))),
