@@ -22,7 +22,7 @@ step: copies of tracked parameters, forward and backward, hooks, clipping, optim
 rate is next to zero, so all steps start alike); beside it stands bare's forward_backward.
 
 Methods: lora-qv is PEFT's LoRA r 8 on q, v; lora-all on all linear maps (q, k, v, o, gate, up,
-down_proj: HIMALAYA's layers), measured beside HIMALAYA in the same rounds: `of_lora_all`;
+down: HIMALAYA's layers), measured beside HIMALAYA in the same rounds: `of_lora_all`;
 himalaya-folded is one of its tasks added to the weights, for who asks for no other. A round visits
 bare and the method (beside HIMALAYA this one as well) in random order on identical inputs;
 collection of garbage is off. Ratios: `median_of_ratios` over rounds and `ratio_of_medians`, 95 %
