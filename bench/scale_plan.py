@@ -444,9 +444,10 @@ def large_sites():
 
 def rank_for(n_tasks):
     "What the default takes at 7 B where so many tasks are expected."
+    from himalaya_hest.compare.large import LARGE_SITES, LARGE_WIDTH
     from himalaya_hest.himalaya.router import Router
     from himalaya_hest.himalaya.tuner import HimalayaSettings, fitted
-    return fitted(len(large_sites()), Router(4096), HimalayaSettings(n_tasks=n_tasks)).r
+    return fitted(LARGE_SITES, Router(LARGE_WIDTH), HimalayaSettings(n_tasks=n_tasks)).r
 
 
 def stream_points():
