@@ -2,24 +2,28 @@ r"""Generation with fewer passes over the weights, studied on a real model: each
 same prompts, in turns at each prompt, and its process time is divided by plain generation's.
 
     OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER \
-        dtype=bfloat16
+        dtype=bfloat16 training.max_length=928 --tasks cnn_dailymail xsum ag_news squad_v2
     OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER \
         dtype=bfloat16 --steps 0 --seeds 1 --prompts 16
     OMP_NUM_THREADS=1 python bench/passes.py scale=mini source=mini --stream mini_cnndm \
-        --tasks cnn_articles --steps 122 --batch 8 --rate .02 --out records/bench/passes-mini.json
+        --tasks cnn_articles --steps 122 --batch 8 --rates .01 .02 .04 \
+        --out records/bench/passes-mini.json
 
-For each of --seeds seeds and each of --tasks a LoRA (r = 8 on q and v, rate 3e-3) learns --steps
-steps of --batch training rows, in rounds where there are fewer, and is merged. On greedy answers to
---answers further training rows the controller is fitted and fixed rules are replayed, so many
+For each of --seeds seeds and each of --tasks a LoRA (r = 8 on q and v) learns --steps steps of
+--batch training rows, in rounds where there are fewer, and is merged; its rate is that of --rates
+whose first seed has the least loss on --answers further training rows. On greedy answers to these
+the controller is fitted and fixed rules are replayed, so many
 tokens each time of a copy or else of what the table says, of a copy, or of the table; the cheapest
 of all is the rival, and that of each other kind is measured too. Tables are of the references of
 all training rows. The first --prompts validation rows are dealt to the seeds in turn; arms that are
 no plain generation, lookup, rule or `passes` have only --few of them. The mask is one of blocks
 that the backbone misses least on four batches, and a LoRA learned with it; HEST gates blocks by
 token at its default budget. Both learned the same rows, at the last seed alone.
-Answers have at most as many tokens as the task allows and --new-tokens, and end as the task says.
+Answers have at most as many tokens as the task allows and --new-tokens, and end as the task says,
+but for `no end`: --new-tokens tokens whatever they are, of which those of plain generation count.
 What a killed call has measured stays in --work, and the same call goes on; the record is of all
-that is there. `--again` measures nothing and writes the record of it.
+that is there. `--again` measures nothing and writes the record of it. Calls beside one another
+measure a task each with `--only=TASK`; the record's command leaves both out.
 
 Ratios are medians over prompts, with the 95 % interval of a bootstrap over prompts: `time` of whole
 answers, `token_time` of a whole answer for each of its tokens, since answers may be of other
@@ -28,7 +32,8 @@ there later, beside those that each is measured beside. `same` is the share of
 plain generation's text; where it is another, `gap` is by how much the logits of the token of
 the plain text at the first difference and its own differ, in spacings of bfloat16 (or of the type
 the model is held in) between numbers as large as its logits, by one pass over the text.
-`s_per_right` is time over the sum of scores, `nll` what the model itself thinks of the text.
+`s_per_right` is time over the sum of scores, `nll` what the model itself thinks of the text, `each`
+the answers one by one: seconds, those of the prompt's pass, tokens.
 """
 import contextlib
 import copy
@@ -45,7 +50,7 @@ import torch
 from acceptance import answers_of, arguments, begun, joined
 from peft import get_peft_model, PeftModel
 from safetensors.torch import load_file, save_file
-from shallow_prompt import learn, own_loss, trained
+from shallow_prompt import learn, losses, own_loss, trained
 
 from himalaya_hest.ground.loss import target_logits, target_loss
 from himalaya_hest.hest.acceptance import (
@@ -76,10 +81,10 @@ INT8, INT8_PASSES = "plain, int8 (W8A8)", "passes, int8 (W8A8)"
 MASK, HEST = "a fifth of the blocks skipped, trained so", "HEST, gated blocks"
 LOSSY = {f"lossy, ε = {e}": e for e in (.5, .2, .05)}
 RULES = {f"fixed rule, {kind}": kind for kind in (BOTH, COPIES, TABLE)}
-FLOAT32 = "plain, float32"
+FLOAT32, NO_END = "plain, float32", "plain, no end"
 ALL_ROWS = *BESIDE, PASSES, INT8
-IN_ORDER = [*BESIDE, PASSES, *RULES, OTHER, SHIPPED, AS_IT_COMES, *LOSSY, FLOAT32, INT8, INT8_PASSES,
-            MASK, HEST]
+IN_ORDER = [*BESIDE, PASSES, *RULES, OTHER, SHIPPED, AS_IT_COMES, *LOSSY, FLOAT32, NO_END, INT8,
+            INT8_PASSES, MASK, HEST]
 WIDTHS, UNBOUNDED = range(1, 7), 1e9
 
 
@@ -146,7 +151,7 @@ def least_needed(model, batches):
     return sorted(sorted(found, key=found.get)[:max(n // 5, 1)])
 
 
-def masked(a, run, model, name, seed, place):
+def masked(a, run, model, name, seed, place, rate):
     "Blocks to skip, and weights that learned the task without them."
     file = place/"mask.json"
     if not file.exists():
@@ -154,7 +159,7 @@ def masked(a, run, model, name, seed, place):
         blocks = least_needed(model, batches[:4])
         def loss_without(model, batch):
             with without_blocks(model, blocks): return loss_of(model, batch)
-        tuned = trained(model, batches, loss_without, seed, a.rate).merge_and_unload()
+        tuned = trained(model, batches, loss_without, seed, rate).merge_and_unload()
         save_file(tuned_part(tuned), place/"masked.safetensors")
         write_atomic(file, json.dumps(blocks))
     return dict(blocks=json.loads(file.read_text()), weights=load_file(place/"masked.safetensors"))
@@ -189,23 +194,43 @@ def learned_batches(a, run, name, seed): # of --steps steps
     return batches[:a.steps]
 
 
-def weights_of(a, run, model, name, seed, place):
-    "The backbone with a LoRA merged that has learned the task; from a file where it was learned."
-    file = place/"weights.safetensors"
-    if a.steps and not file.exists():
-        batches = learned_batches(a, run, name, seed)
-        merged = trained(model, batches, loss_of, seed, a.rate).merge_and_unload()
-        save_file(tuned_part(merged), place/"part.safetensors")
-        (place/"part.safetensors").replace(file)
-    return load_file(file) if a.steps else {}
+def kept_back(a, run, name): # training rows that no LoRA learned
+    return run.data[name].train.to_list()[learned_rows(a, run, name):][:a.answers]
+
+
+def learned(a, run, model, name, seed, rate):
+    "The backbone with a LoRA merged that has learned the task."
+    batches = learned_batches(a, run, name, seed)
+    return trained(model, batches, loss_of, seed, rate).merge_and_unload()
+
+
+def best_rate(a, run, model, name, place):
+    "Of --rates; `place` is the first seed's, whose weights are then those of the best."
+    file, weights = place/"rates.json", place/"weights.safetensors"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    for rate in (r for r in a.rates if str(r) not in found):
+        merged = learned(a, run, model, name, 0, rate)
+        loss = float(losses(merged, 0, kept_back(a, run, name)).mean())
+        if loss < min(found.values(), default=math.inf): save_file(tuned_part(merged), weights)
+        write_atomic(file, json.dumps(found := found | {str(rate): loss}))
+    return float(min(found, key=found.get))
+
+
+def weights_of(a, run, model, name, seed, place, rate):
+    "Of a seed's merged LoRA; from a file where it was learned."
+    file, part = place/"weights.safetensors", place/"part.safetensors"
+    if not file.exists():
+        save_file(tuned_part(learned(a, run, model, name, seed, rate)), part)
+        part.replace(file)
+    return load_file(file)
 
 
 def fitted(a, run, model, name, seed, table, costs, place):
     "Controller and fixed rules, from answers to training rows that were not trained on."
     file = place/"fitted.json"
     if not file.exists():
-        rows = run.data[name].train.to_list()[learned_rows(a, run, name):][:a.answers]
-        answers = answers_of(model, run.tokenizer, list(map(prompt_row, rows)), a.new_tokens)
+        rows = list(map(prompt_row, kept_back(a, run, name)))
+        answers = answers_of(model, run.tokenizer, rows, a.new_tokens)
         answers = [x for x in answers if len(x[1]) > 1]
         controller = learn_acceptance(*joined(examples(answers)), seed=seed) if answers else None
         # the table holds references, and no answer of the model
@@ -228,7 +253,7 @@ def ways_of(table, other, costs, costs_int8, kept):
     bounded = dict(table=table, costs=costs, acceptance=kept["controller"])
     rules = {kind: rule(kind, k, table) for kind, k in kept["rules"].items()}
     ways = {PLAIN: None, LOOKUP: 4, RULE: rules[kept["best"]], PASSES: bounded,
-        SHIPPED: dict(table=table, costs=costs), AS_IT_COMES: {}, FLOAT32: None}
+        SHIPPED: dict(table=table, costs=costs), AS_IT_COMES: {}, FLOAT32: None, NO_END: None}
     # the best one is measured already
     ways |= {name: rules[kind] for name, kind in RULES.items() if kind != kept["best"]}
     if other: ways[OTHER] = rule(BOTH, kept["rules"][BOTH], other)
@@ -252,17 +277,20 @@ def held_so(model, name, mask, hest):
 
 
 def timed(model, ids, n, tokenizer, stop, way):
-    "Process time of an answer and of its prompt's pass, its tokens, and what was drafted."
+    """Process time of an answer and of its prompt's pass, its tokens, and what was drafted. Without
+    `stop` nothing ends it."""
     read = [] # when passes ended
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     hook = inner.register_forward_hook(lambda *a: read.append(process_time()))
     kw = dict(prompt_lookup_num_tokens=way) if isinstance(way, int) else {}
-    if ends := stopping(dict(stop=stop, input_ids=ids), tokenizer): kw["stopping_criteria"] = ends
+    if stop: kw |= dict(eos_token_id=stop_ids(tokenizer),
+        stopping_criteria=stopping(dict(stop=stop, input_ids=ids), tokenizer) or None)
+    else: kw["eos_token_id"] = len(tokenizer) # no token
     drafting = isinstance(way, dict)
     with fewer_passes(model, **way) if drafting else contextlib.nullcontext(Drafted()) as counted:
         start = process_time()
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-            max_new_tokens=n, pad_token_id=0, eos_token_id=stop_ids(tokenizer), **kw)
+            max_new_tokens=n, pad_token_id=0, **kw)
         took = process_time() - start
     hook.remove()
     return took, read[0] - start, out[0, ids.shape[1]:].tolist(), asdict(counted)
@@ -295,7 +323,8 @@ def measured(a, run, model, part, ways, others, file):
         known = json.loads(line)
         have.setdefault(known["row"], set()).update(known["arms"])
     prompts, dice = asked.prompts, random.Random(seed)
-    n = min(a.new_tokens, asked.max_new_tokens)
+    capped = min(a.new_tokens, asked.max_new_tokens), run.tokenizer, asked.stop
+    endless = a.new_tokens, run.tokenizer, None
     rows = list(range(seed, min(a.prompts, len(prompts)), a.seeds))
     few = rows[:math.ceil(a.few / a.seeds)]
     lacks = {k: {w for w in ways if k in few or w in ALL_ROWS} - have.get(k, set()) for k in rows}
@@ -305,10 +334,12 @@ def measured(a, run, model, part, ways, others, file):
         prompt, found = prompts[k]["input_ids"], {}
         for w in dice.sample(arms, len(arms)):
             with held_so(model, w, *others) as held:
-                found[w] = dict(zip(("s", "prompt_s", "text", "told"), timed(
-                    held, torch.tensor([prompt]), n, run.tokenizer, asked.stop, ways[w])))
+                found[w] = dict(zip(("s", "prompt_s", "text", "told"), timed(held,
+                    torch.tensor([prompt]), *(endless if w == NO_END else capped), ways[w])))
         # nothing is counted at the first prompt of a process
         if first: continue
+        # what comes behind the end is paid, and no answer
+        if NO_END in found: del found[NO_END]["text"][len(found[PLAIN]["text"]):]
         for w in arms: found[w] |= judged(model, prompt, found[w]["text"], found[PLAIN]["text"])
         line = json.dumps(dict(row=k, prompt=len(prompt), arms=found))
         with file.open("a") as f: f.write(line + "\n")
@@ -329,10 +360,9 @@ def told_of(rows, w):
     return {f.name: getattr(told, f.name) for f in fields(told)} if told.passes else {}
 
 
-def decoded(arm, plain):
-    "Time of a token behind the prompt's pass over plain's; None where that pass was not timed."
-    pairs = [(a, p) for a, p in zip(arm, plain) if "prompt_s" in a and "prompt_s" in p
-             and min(len(a["text"]), len(p["text"])) > 1]
+def decoded(arm, other):
+    "Time of a token behind the prompt's pass over another arm's; None without such tokens."
+    pairs = [(a, p) for a, p in zip(arm, other) if min(len(a["text"]), len(p["text"])) > 1]
     def a_token(o): return (o["s"] - o["prompt_s"]) / (len(o["text"]) - 1)
     return ratio(*zip(*((a_token(a), a_token(p)) for a, p in pairs))) if pairs else None
 
@@ -341,6 +371,9 @@ def mean_told(x):
     "Mean over prompts with its 95 % interval, None where there are too few."
     ends = (None if math.isnan(e) else e for e in bca_interval(x))
     return dict(zip(("mean", "low", "high"), (float(np.mean(x)), *ends)))
+
+
+def rounded(x): return [round(float(t), 4) for t in x]
 
 
 def arm(run, asked, rows, w):
@@ -362,6 +395,8 @@ def arm(run, asked, rows, w):
         rows=len(rows), time=ratio(s[w], s[PLAIN]), token_time=ratio(a_token(w), a_token(PLAIN)),
         decode_time=decoded(of[w], of[PLAIN]),
         against_rule=ratio(s[w], s[RULE]), against_lookup=ratio(s[w], s[LOOKUP]),
+        token_against_rule=ratio(a_token(w), a_token(RULE)),
+        decode_against_rule=decoded(of[w], of[RULE]),
         s=float(s[w].sum()), less_plain=mean_told(less),
         nll_less_plain=mean_told([o["nll"] - p["nll"] for o, p in zip(of[w], of[PLAIN])]),
         percentiles_s=dict(zip(("p50", "p95", "p99"), np.percentile(s[w], (50, 95, 99)).tolist())),
@@ -372,7 +407,9 @@ def arm(run, asked, rows, w):
         nll=float(np.mean([o["nll"] for o in of[w]])),
         gap=dict(differ=len(other), most=max(other, default=0.),
                  within_one=sum(g <= 1 for g in other)),
-        **told_of(rows, w))
+        **told_of(rows, w),
+        each=dict(row=[r["row"] for r in rows], s=rounded(s[w]),
+            prompt_s=rounded(o["prompt_s"] for o in of[w]), tokens=[len(o["text"]) for o in of[w]]))
 
 
 def summary(a, run, work):
@@ -385,8 +422,9 @@ def summary(a, run, work):
         ways = [w for w in IN_ORDER if any(w in r["arms"] for r in rows)]
         kept = [json.loads((p.parent/"fitted.json").read_text()) for p in places]
         rules = [dict(best=k["best"]) | k["rules"] for k in kept]
-        asked = asked_of(run, name)
+        asked, rates = asked_of(run, name), work/f"{name}-s0"/"rates.json"
         out[name] = dict(metric=asked.metric, seeds=len(places), rules=rules,
+            loss_by_rate=json.loads(rates.read_text()) if rates.exists() else {},
             prompt_tokens=float(np.median([r["prompt"] for r in rows])),
             arms={w: arm(run, asked, rows, w) for w in ways})
     return out
@@ -394,9 +432,20 @@ def summary(a, run, work):
 
 def recorded(a, run, work, out, told):
     "Write the record of what has been measured."
-    found = summary(a, run, work)
-    write_record(out, circumstances(called(__file__, ("--again",)), "cpu") | told | dict(tasks=found))
+    found, command = summary(a, run, work), called(__file__, ("--again", f"--only={a.only}"))
+    write_record(out, circumstances(command, "cpu") | told | dict(tasks=found))
     return found
+
+
+def check_same(a, file):
+    "A study goes on only as it was begun; rows may come to it."
+    asked = {n: v for n, v in vars(a).items()
+             if n not in ("prompts", "few", "work", "again", "only", "out")}
+    if not file.exists(): write_atomic(file, json.dumps(asked))
+    for name, begun_so in json.loads(file.read_text()).items():
+        if asked[name] != begun_so:
+            raise SystemExit(f"{file.parent} was begun with {name} = {begun_so}, got "
+                             f"{asked[name]}: take another folder for --work")
 
 
 def main():
@@ -404,14 +453,16 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=45, help="0: the bare backbone")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--answers", type=int, default=24, help="that a controller is fitted on")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--answers", type=int, default=24, help="of training rows, not learned")
     parser.add_argument("--prompts", type=int, default=150, help="of each task, over all seeds")
     parser.add_argument("--few", type=int, default=60, help="of each task, for the other arms")
     parser.add_argument("--work", type=Path, default="runs/passes")
+    parser.add_argument("--only", help="of the tasks, the one that this call measures")
     parser.add_argument("--again", action="store_true", help="the record alone")
     parser.add_argument("--out", type=Path, help="records/bench/passes-DTYPE.json")
     a = parser.parse_args()
+    if a.only and a.only not in a.tasks: parser.error(f"--only: got {a.only}, of {a.tasks}")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         run, model = begun(a, folder)
@@ -419,28 +470,33 @@ def main():
         out = a.out or Path(f"records/bench/passes-{dtype}.json")
         work = a.work/out.stem.removeprefix("passes-")
         work.mkdir(parents=True, exist_ok=True)
+        check_same(a, work/"settings.json")
         costs = costs_kept(work/"costs.json", model)
         costs_int8 = costs_kept(work/"costs_int8.json", model, in_eight_bits)
         told = dict(model=Path(run.config.model).name, dtype=dtype, steps=a.steps,
             new_tokens=a.new_tokens, pass_costs=asdict(costs))
         tables = {n: learn_table(references(run.data[n])) for n in run.order}
         bare = {n: p.clone() for n, p in tuned_part(model).items()}
-        for seed, name in [(s, n) for s in range(a.seeds) for n in run.order if not a.again]:
+        names = [] if a.again else [a.only] if a.only else run.order
+        for seed, name in [(s, n) for s in range(a.seeds) for n in names]:
             place = work/f"{name}-s{seed}"
             place.mkdir(exist_ok=True)
             model.load_state_dict(bare, strict=False)
-            learned = weights_of(a, run, model, name, seed, place)
             # one training is enough to show by how much it loses
-            last = a.steps and seed == a.seeds - 1
-            others = [make(a, run, model, name, seed, place) if last else None
-                for make in (masked, gated)]
-            model.load_state_dict(learned, strict=False)
+            last, mask, hest = a.steps and seed == a.seeds - 1, None, None
+            if a.steps:
+                rate = best_rate(a, run, model, name, work/f"{name}-s0")
+                weights = weights_of(a, run, model, name, seed, place, rate)
+                if last:
+                    mask = masked(a, run, model, name, seed, place, rate)
+                    hest = gated(a, run, model, name, seed, place)
+                model.load_state_dict(weights, strict=False)
             table, other = tables[name], next((t for n, t in tables.items() if n != name), None)
             kept = fitted(a, run, model, name, seed, table, costs, place)
             ways = ways_of(table, other, costs, costs_int8, kept)
             if dtype == "float32": del ways[FLOAT32] # it is plain generation's
             if last: ways |= {MASK: None, HEST: None}
-            measured(a, run, model, (name, seed), ways, others, place/"rows.jsonl")
+            measured(a, run, model, (name, seed), ways, (mask, hest), place/"rows.jsonl")
             for w, r in recorded(a, run, work, out, told)[name]["arms"].items():
                 print(name, w, r["rows"], r["token_time"], r["same"], flush=True)
         recorded(a, run, work, out, told)

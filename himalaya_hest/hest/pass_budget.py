@@ -16,7 +16,7 @@ from torch import nn
 
 from ..ground.clock import clock_of
 from .acceptance import chosen_draft, COSTS, shipped_acceptance
-from .drafts import both_guesses, Lookup
+from .drafts import both_guesses, learn_table, Lookup
 
 # %% ../../nbs/hest/18a_pass_budget.ipynb #8f687540
 @dataclass(frozen=True)
@@ -83,10 +83,12 @@ def pass_costs(
 def _decision_s(context, n_tokens, rounds=20): # process time of guessing and choosing
     text, acceptance, costs, clock = Lookup(), shipped_acceptance(), COSTS[:1] * n_tokens, clock_of("cpu")
     text.extend([i % 7 for i in range(context)])
+    # one that knows what comes, so that both kinds of guesses are there
+    table = learn_table([text.ids])
     def once():
         start = clock()
         text.extend([context % 7])
-        chosen_draft(both_guesses(text, None, n_tokens - 1), acceptance, costs, (.5, .4), True)
+        chosen_draft(both_guesses(text, table, n_tokens - 1), acceptance, costs, (.5, .4), True)
         return clock() - start
     return min(once() for _ in range(rounds))
 

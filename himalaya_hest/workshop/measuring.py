@@ -32,10 +32,10 @@ def called(
 def commit(
     checkout: str | Path = Path(himalaya_hest.__file__).resolve().parents[1],
 ) -> str: # ten digits
-    "Of a checkout, marked where the package has uncommitted changes."
+    "Of a checkout, marked where package or benchmarks have uncommitted changes."
     git = lambda *a: subprocess.run(
         ["git", "-C", str(checkout), *a], capture_output=True, text=True).stdout.strip()
-    changed = " and changes" if git("status", "--porcelain", "himalaya_hest") else ""
+    changed = " and changes" if git("status", "--porcelain", "himalaya_hest", "bench") else ""
     return git("rev-parse", "--short=10", "HEAD") + changed
 
 # %% ../../nbs/workshop/17_measuring.ipynb #d3a00008
