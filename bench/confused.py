@@ -6,10 +6,11 @@ and by their own.
     OMP_NUM_THREADS=1 python bench/confused.py runs/untold
 
 Tasks that resemble one another may be taken for one another and lose nothing by it. Every prompt is
-asked as the run asked it, and in `--asked` ways, each time twice: the router chooses the task
-(`found`), or it is named (`named`). `cost` is the difference of the scores, `first` the share of
-prompts for which the router chooses their own task. Means over tasks, with 95 % intervals over
-tasks (BCa).
+asked as the run asked it, and in `--asked` ways, each time thrice: the router chooses the task
+(`found`), the updates of its --nearest tasks are mixed by how likely it finds each (`mixed`), or
+the task is named (`named`). `cost` is the score found less the one named, `mixing` the mixed one
+less the one found, `first` the share of prompts for which the router chooses their own task. Means
+over tasks, with 95 % intervals over tasks (BCa).
 """
 import argparse
 import random
@@ -19,6 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from himalaya_hest.hest.passes import in_place_of
+from himalaya_hest.himalaya.router import task_scores
+from himalaya_hest.himalaya.task_cores import task_update
 from himalaya_hest.measures.statistics import bca_interval
 from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.evaluation import evaluate, evaluation_batches
@@ -26,23 +30,34 @@ from himalaya_hest.running.run_files import load_config
 from himalaya_hest.workshop.measuring import called, circumstances, write_record
 
 
-def asked(run, task):
-    "Score by the router's tasks and by its own, and the share of prompts that find their own."
+def mixture(core, n):
+    "A route that gives each prompt its n likeliest tasks, each as much as it is likely among them."
+    def route(e, tau):
+        best = task_scores(core.router, e, tau).topk(min(n, len(core.names)))
+        tasks, which = best.indices.unique(return_inverse=True)
+        weight = e.new_zeros(len(e), len(tasks)).scatter_(1, which, best.values.softmax(1))
+        return task_update(core.tasks, core.tasks.kept(tasks), weight)
+    return route
+
+
+def asked(run, task, n):
+    "Scores by the tasks found, by mixtures, by its own, and the share of prompts that find it."
     tuner, found = run.adapter.tuner, []
     def score(): return evaluate(run.adapter, [task], run.tokenizer)[0][task.name]["score"]
     for batch in evaluation_batches([task], 128, run.tokenizer): found += tuner.find_tasks(batch)
-    by_router = score()
+    by_router, core = score(), tuner.core()
+    with in_place_of(core, route=mixture(core, n)): mixed = score()
     tuner.set_task(task.name)
-    try: return by_router, score(), float(np.mean([f == task.name for f in found]))
+    try: return by_router, mixed, score(), float(np.mean([f == task.name for f in found]))
     finally: tuner.set_task(None)
 
 
 def told(rows):
     "Means over tasks, and the difference with its interval."
-    found, named, first = np.array(rows).T
-    low, high = bca_interval(found - named)
-    return dict(found=found.mean(), named=named.mean(), first=first.mean(),
-        cost=dict(mean=(found - named).mean(), low=low, high=high))
+    found, mixed, named, first = np.array(rows).T
+    def less(d): return dict(zip(("mean", "low", "high"), (d.mean(), *bca_interval(d))))
+    return dict(found=found.mean(), mixed=mixed.mean(), named=named.mean(), first=first.mean(),
+        cost=less(found - named), mixing=less(mixed - found))
 
 
 def main():
@@ -50,6 +65,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a finished run")
     parser.add_argument("--tasks", type=int, default=0, help="a seeded sample of so many; 0: all")
+    parser.add_argument("--nearest", type=int, default=3, help="tasks of a mixture")
     parser.add_argument("--asked", nargs="*", default=[], help="other ways of giving the instruction")
     parser.add_argument("--out", type=Path, default="records/bench/confused.json")
     a = parser.parse_args()
@@ -63,10 +79,10 @@ def main():
     for k, name in enumerate(names):
         data = run.data[name]
         tasks = {config.instructions: data.evaluation, **data.reworded}
-        for way, of in rows.items(): of.append(asked(run, tasks[way]))
+        for way, of in rows.items(): of.append(asked(run, tasks[way], a.nearest))
         if not k % 20: print(f"{k}/{len(names)}", name, {w: of[-1] for w, of in rows.items()}, flush=True)
     write_record(a.out, circumstances(called(__file__), "cpu") | dict(
-        run=config.run_id, n_tasks=len(run.order), asked=len(names),
+        run=config.run_id, n_tasks=len(run.order), asked=len(names), nearest=a.nearest,
         ways={way: told(of) for way, of in rows.items()}))
 
 
