@@ -12,13 +12,14 @@ same prompts, in turns at each prompt, and its process time is divided by plain 
 For each of --seeds seeds and each of --tasks a LoRA (r = 8 on q and v) learns --steps steps of
 --batch training rows, in rounds where there are fewer, and is merged; its rate is that of --rates
 whose first seed has the least loss on --answers further training rows. On greedy answers to these
-the controller is fitted and fixed rules are replayed, so many
-tokens each time of a copy or else of what the table says, of a copy, or of the table; the cheapest
-of all is the rival, and that of each other kind is measured too. Tables are of the references of
-all training rows. The first --prompts validation rows are dealt to the seeds in turn; arms that are
-no plain generation, lookup, rule or `passes` have only --few of them. The mask is one of blocks
-that the backbone misses least on four batches, and a LoRA learned with it; HEST gates blocks by
-token at its default budget. Both learned the same rows, at the last seed alone.
+the controller is fitted and fixed rules are replayed, so many tokens each time of a copy or else of
+what the table says, of a copy, or of the table; the cheapest of all is the rival, and that of each
+other kind is measured too. What a lossy answer costs is learned there as well, to be held against
+the validation rows. Tables are of the references of all training rows.
+The first --prompts validation rows are dealt to the seeds in turn; arms that are no plain
+generation, lookup, rule or `passes` have only --few of them. The mask is one of blocks that the
+backbone misses least on four batches, and a LoRA learned with it; HEST gates blocks by token at its
+default budget. Both learned the same rows, at the last seed alone.
 Answers have at most as many tokens as the task allows and --new-tokens, and end as the task says,
 but for `no end`: --new-tokens tokens whatever they are, of which those of plain generation count.
 What a killed call has measured stays in --work, and the same call goes on; the record is of all
@@ -58,6 +59,7 @@ from himalaya_hest.hest.acceptance import (
 from himalaya_hest.hest.drafter import Drafted
 from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
 from himalaya_hest.hest.eight_bits import in_eight_bits
+from himalaya_hest.hest.leniency import learn_leniency
 from himalaya_hest.hest.own_controller import examples
 from himalaya_hest.hest.pass_budget import PassCosts, pass_costs
 from himalaya_hest.hest.passes import fewer_passes, in_place_of
@@ -226,7 +228,7 @@ def weights_of(a, run, model, name, seed, place, rate):
 
 
 def fitted(a, run, model, name, seed, table, costs, place):
-    "Controller and fixed rules, from answers to training rows that were not trained on."
+    "Controller, fixed rules and what leniency saves, on training rows that were not trained on."
     file = place/"fitted.json"
     if not file.exists():
         rows = list(map(prompt_row, kept_back(a, run, name)))
@@ -236,10 +238,14 @@ def fitted(a, run, model, name, seed, table, costs, place):
         # the table holds references, and no answer of the model
         by = {kind: {k: replayed(answers, table, kind, k, costs) if answers else 1. for k in WIDTHS}
               for kind in RULES.values()}
+        ids = [torch.tensor([row["input_ids"]]) for row in rows]
+        leniency = learn_leniency(model, ids, a.new_tokens, tuple(LOSSY.values()), table=table,
+                                  costs=costs, acceptance=controller)
         state = {n: w.tolist() for n, w in controller.state_dict().items()} if controller else None
         rules = {kind: min(found, key=found.get) for kind, found in by.items()}
         best = min(rules, key=lambda kind: by[kind][rules[kind]])
-        write_atomic(file, json.dumps(dict(controller=state, replayed=by, rules=rules, best=best)))
+        write_atomic(file, json.dumps(dict(controller=state, replayed=by, rules=rules, best=best,
+                                           leniency=leniency)))
     kept = json.loads(file.read_text())
     if kept["controller"]:
         controller = Acceptance()
@@ -425,6 +431,7 @@ def summary(a, run, work):
         asked, rates = asked_of(run, name), work/f"{name}-s0"/"rates.json"
         out[name] = dict(metric=asked.metric, seeds=len(places), rules=rules,
             loss_by_rate=json.loads(rates.read_text()) if rates.exists() else {},
+            cost_by_leniency=[k["leniency"] for k in kept],
             prompt_tokens=float(np.median([r["prompt"] for r in rows])),
             arms={w: arm(run, asked, rows, w) for w in ways})
     return out
