@@ -1,18 +1,19 @@
 """Does a new task gain from the nearest finished one? HIMALAYA learns tasks of the development world
-and a variant of each, with few steps or many, from three starts: random directions and no core as
-the method does (`fresh`), directions of the nearest finished task (`directions`), and its cores as
-well (`whole`). The router says which task is nearest: the one under which the new task's prompts are
-likeliest in the mean.
+and a variant of each, with few steps or many and from few rows or many, from three starts: random
+directions and no core as the method does (`fresh`), directions of the nearest finished task
+(`directions`), and its cores as well (`whole`). The router says which task is nearest: the one
+under which the new task's prompts are likeliest in the mean.
 
     OMP_NUM_THREADS=1 python bench/warm_start.py
-    OMP_NUM_THREADS=1 python bench/warm_start.py --steps 10 --n-tasks 8 --out /tmp/warm_start.json
+    OMP_NUM_THREADS=1 python bench/warm_start.py --steps 10 --rows --n-tasks 8 --seeds 0 \
+        --out /tmp/warm_start.json
 
+With fewer rows than the steps take they come again: --rows rows in as many steps as are most.
 `new` are the scores of the stream's own tasks right after they were learned, the first left out,
 `twin` those of their variants, whose twin is among the finished tasks. Differences to `fresh` are
-means over tasks, with the 95 % BCa interval over tasks.
+means over tasks of all --seeds, with the 95 % BCa interval over them.
 """
 import argparse
-import tempfile
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,6 +29,7 @@ from himalaya_hest.measures.statistics import bca_interval
 from himalaya_hest.workshop.measuring import called, circumstances, write_record
 
 STARTS = ("fresh", "directions", "whole")
+BATCH, ALL_ROWS = 8, 400 # of a step, of a task, at scale mini
 
 
 class FromNearest(HimalayaHooks):
@@ -45,8 +47,8 @@ class FromNearest(HimalayaHooks):
         if self.start == "whole": cores.core.copy_(core[0])
 
 
-def learned(start, steps, stream, seed, folder):
-    "Scores of all tasks right after each was learned."
+def learned(start, steps, rows, stream, seed, folder):
+    "Scores of all tasks right after each was learned, in so many steps and from so many rows."
     def make_hooks(self, name):
         c = self.peft_config[name]
         contexts = partial(batch_contexts, self, name)
@@ -56,37 +58,48 @@ def learned(start, steps, stream, seed, folder):
     HimalayaModel.make_hooks = make_hooks
     record = run_continual(dict(
         stream=str(stream), adapter="himalaya", seed=seed,
-        results_dir=f"{folder}/{start}-{steps}-{seed}",
-        training=dict(max_steps=steps, num_train_epochs=-(-steps // 50)),
+        results_dir=f"{folder}/{start}-{steps}-{rows}-{seed}",
+        training=dict(max_steps=steps, max_train_rows=rows,
+                      num_train_epochs=-(-steps * BATCH // rows)),
         evaluation=dict(latency_pairs=0, after_tasks=[])), quiet=True)
     return np.array([row[i] for i, row in enumerate(record["matrix"])])
+
+
+def beside(scores):
+    "Means of each start, and what it has over a fresh one."
+    less = {s: scores[s] - scores["fresh"] for s in STARTS[1:]}
+    return {s: float(v.mean()) for s, v in scores.items()} | {
+        f"{s} less fresh": [float(d.mean()), *bca_interval(d)] for s, d in less.items()}
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, nargs="+", default=[5, 10, 25, 50, 100])
+    parser.add_argument("--rows", type=int, nargs="*", default=[8, 16, 40, 100])
     parser.add_argument("--n-tasks", type=int, default=25, help="each with a variant")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--work", type=Path, default="runs/warm_start", help="goes on from there")
     parser.add_argument("--out", type=Path, default="records/bench/warm_start.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    out = {}
-    with tempfile.TemporaryDirectory() as folder:
-        own, stream = Path(folder)/"own.yaml", Path(folder)/"twins.yaml"
-        own.write_text(f"{{name: own, extends: mini25_dev, first: {a.n_tasks}}}")
-        stream.write_text(f"{{name: twins, extends: own.yaml, variants: {2 * a.n_tasks}}}")
-        for steps in a.steps:
-            scores = {s: learned(s, steps, stream, a.seed, folder) for s in STARTS}
-            groups = {"new": slice(1, a.n_tasks), "twin": slice(a.n_tasks, None)}
-            out[str(steps)] = {g: {s: float(v[at].mean()) for s, v in scores.items()} | {
-                f"{s} less fresh": [float(d.mean()), *bca_interval(d)]
-                for s in STARTS[1:] for d in [scores[s][at] - scores["fresh"][at]]}
-                for g, at in groups.items()}
-            print(steps, out[str(steps)], flush=True)
+    groups = {"new": slice(1, a.n_tasks), "twin": slice(a.n_tasks, None)}
+    cases = [(n, ALL_ROWS) for n in a.steps] + [(max(a.steps), n) for n in a.rows]
+    out = []
+    a.work.mkdir(parents=True, exist_ok=True)
+    own, stream = a.work/"own.yaml", a.work/"twins.yaml"
+    own.write_text(f"{{name: own, extends: mini25_dev, first: {a.n_tasks}}}")
+    stream.write_text(f"{{name: twins, extends: own.yaml, variants: {2 * a.n_tasks}}}")
+    for steps, rows in cases:
+        scores = {s: [learned(s, steps, rows, stream, k, a.work) for k in a.seeds]
+                  for s in STARTS}
+        for group, at in groups.items():
+            of = {s: np.concatenate([v[at] for v in found]) for s, found in scores.items()}
+            out.append(dict(steps=steps, rows=rows, group=group) | beside(of))
+        print(out[-2:], flush=True)
     write_record(a.out, circumstances(called(__file__), "cpu") | dict(
-        stream="mini25_dev and a variant of each task", n_tasks=2 * a.n_tasks, seed=a.seed,
-        steps=out))
+        stream="mini25_dev and a variant of each task", n_tasks=2 * a.n_tasks, seeds=a.seeds,
+        cases=out))
 
 
 if __name__ == "__main__": main()
