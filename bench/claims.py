@@ -3,6 +3,8 @@ memory, and what the package holds.
 
     OMP_NUM_THREADS=1 python bench/claims.py                        # all parts, some minutes on two cores
     OMP_NUM_THREADS=1 python bench/claims.py updates flops package  # these; others stay as they are
+    OMP_NUM_THREADS=1 python bench/claims.py updates flops --stream small10 scale=small \
+        model=FOLDER source=local data_dir=FOLDER --out records/bench/claims_small.json
 
 updates   HIMALAYA through a stream, after each task the size of its update at every site, from the
           bytes that are kept; at the end which rows of bytes are others than after their task, and
@@ -10,7 +12,7 @@ updates   HIMALAYA through a stream, after each task the size of its update at e
           changes nothing.
 flops     floating-point operations of matrix products (torch.utils.flop_counter) of reading a
           prompt and of decoding, with the adapter and with it disabled, on the adapter trained for
-          `updates`; and the same products counted in the shapes of Llama-2-7B.
+          `updates` (`run`); and the same products counted in the shapes of Llama-2-7B.
 memory    the peak resident memory of a process that trains two tasks for twenty steps and answers,
           an adapter each, and of one that answers without.
 package   a wheel is built and its files are listed; lines of the method, all and those that the
@@ -67,11 +69,12 @@ def found_share(run):
 
 
 @functools.cache
-def trained(stream):
+def trained(stream, parameters):
     "A finished stream, and what was kept after every task."
     from accelerate import Accelerator
-    from himalaya_hest.running.resolve import resolve
     from himalaya_hest.running.continual_run import begin_run
+    from himalaya_hest.running.resolve import resolve
+    from himalaya_hest.running.run_files import read_arguments
     from himalaya_hest.running.loop import train_stream
     from himalaya_hest.ground.hooks import StreamHooks
     kept = Kept()
@@ -80,7 +83,7 @@ def trained(stream):
     with tempfile.TemporaryDirectory() as folder:
         config = resolve(dict(adapter="himalaya", stream=stream, results_dir=folder,
             cache_dir=f"{folder}/cache", hooks=["Norms"],
-            evaluation=dict(latency_pairs=0, after_tasks=[])))
+            evaluation=dict(latency_pairs=0, after_tasks=[])) | read_arguments(parameters))
         run = begin_run(config, quiet=True, hooks=(Norms(),))
         run.accelerator = Accelerator(cpu=True)
         train_stream(run)
@@ -105,7 +108,7 @@ def made_with(run):
 
 
 def updates(args):
-    run, kept = trained(args.stream)
+    run, kept = trained(args.stream, args.parameters)
     right, n = found_share(run)
     out = dict(largest=[float(s.max()) for s in kept.sizes], mean=[float(s.mean()) for s in kept.sizes],
         changed=kept.changed(run.adapter.tuner.core().tasks), prompts=n, right=right)
@@ -123,7 +126,7 @@ def counted(call):
 
 
 def flops_of(run):
-    "Prompts and decoding of the trained mini model, with the adapter and without."
+    "Prompts and decoding of the trained model, with the adapter and without."
     from himalaya_hest.streams.batching import Collator
     adapter, out = run.adapter, {}
     collate, prompts = Collator(
@@ -181,11 +184,11 @@ def large_flops(tokens=(1, 128, 1024)):
 
 
 def flops(args):
-    run, _ = trained(args.stream)
+    run, _ = trained(args.stream, args.parameters)
     large, rank = large_flops()
-    out = dict(stream=args.stream, mini=flops_of(run) | made_with(run), llama_2_7b=large, rank=rank)
-    print({k: f"{np.mean(out['mini'][k]):.4f}, at most {max(out['mini'][k]):.4f}"
-        for k in ("prompts", "decoding")}, out["mini"]["mixed_batch"], out["llama_2_7b"], flush=True)
+    out = dict(stream=args.stream, run=flops_of(run) | made_with(run), llama_2_7b=large, rank=rank)
+    print({k: f"{np.mean(out['run'][k]):.4f}, at most {max(out['run'][k]):.4f}"
+        for k in ("prompts", "decoding")}, out["run"]["mixed_batch"], out["llama_2_7b"], flush=True)
     return out
 
 
@@ -245,10 +248,12 @@ def package(args):
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"{', '.join(PARTS)}; none: all")
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(PARTS)}; none: all")
     parser.add_argument("--stream", default="mini25")
     parser.add_argument("--out", type=Path, default=OUT)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
+    args.parameters = tuple(x for x in args.parts if "=" in x) # of the run
+    args.parts = [x for x in args.parts if "=" not in x] or list(PARTS)
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown part {sorted(unknown)[0]!r}: {', '.join(PARTS)}")
     from himalaya_hest.running.record import versions
@@ -258,7 +263,8 @@ def main():
         found = globals()[part](args)
         record = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
         record[part] = (dict(command="OMP_NUM_THREADS=1 python bench/claims.py "
-            + " ".join([part] + (["--stream", args.stream] if args.stream != "mini25" else [])))
+            + " ".join([part, *(["--stream", args.stream] if args.stream != "mini25" else []),
+                        *args.parameters, *(["--out", str(args.out)] if args.out != OUT else [])]))
             | found | dict(versions=versions(), code_version=version()))
         args.out.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n",
             encoding="utf-8")

@@ -7,6 +7,7 @@ __all__ = ['CLAIMS', 'QUESTION_MB', 'code', 'findings', 'claims_table', 'verdict
            'difference_told', 'sizes_told', 'equal_bytes', 'who_wins', 'main']
 
 # %% ../../nbs/study/08_claims.ipynb #2185db99
+import json
 import sys
 from pathlib import Path
 
@@ -115,23 +116,25 @@ def verdict_counts(
 def real_findings(
     folder: str | Path = "records", # of all committed records
     grid: str = "small",
-) -> list[Finding]: # of the parts that runs alone say something of
+) -> list[Finding]: # of the parts that something is known of
     "The claims on the real model, where HIMALAYA and its rivals ran on ten public tasks."
     runs = [r for r in records_of(Path(folder)/grid) if r["config"]["protocol"] == "sequential"]
-    return [f for f in findings(Evidence(by_pair(runs), {}, grid)) if f.n] if runs else []
+    path = Path(folder)/"bench"/f"claims_{grid}.json"
+    measured = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return [f for f in findings(Evidence(by_pair(runs), measured, grid)) if f.n] if runs else []
 
 # %% ../../nbs/study/08_claims.ipynb #2805e7b0
 def changed_table(
     before: list[dict], # fields of findings, from bench/claims_before.py
     found: list[Finding],
     real: list[Finding], # on the real model
-) -> Table: # a row a part that is asked in the same words
+) -> Table: # a row a part; one that was asked in other words then has no verdict there
     "Verdict and figure then, now, and on the real model."
     def told(f): return "–" if f is None else f"{f.here}, {shown_figure(f)[0]}"
     then = {p["claim"]: Finding(**p) for p in before}
     there = {f.claim: f for f in real}
-    rows = [[f.part, f.claim, told(then[f.claim]), told(f), told(there.get(f.claim))]
-            for f in found if f.claim in then]
+    rows = [[f.part, f.claim, told(then.get(f.claim)), told(f), told(there.get(f.claim))]
+            for f in found]
     columns = ["part", "claim", "mini world, in slots", "mini world, today", "SmolLM2, ten tasks"]
     return Table("Verdicts before the form of today, today, and on a real model", columns, rows)
 

@@ -71,7 +71,7 @@ def made_up_flops(
     batch = dict(sequences=25, extra=mixed)
     return dict(
         command="c", rank=16, llama_2_7b={"1": large, "128": large},
-        mini=dict(prompts=prompts, decoding=prompts, mixed_batch=batch),
+        run=dict(prompts=prompts, decoding=prompts, mixed_batch=batch),
     )
 
 # %% ../../nbs/study/07_norms.ipynb #a96abe16
@@ -90,7 +90,7 @@ def _routing(e):
 # %% ../../nbs/study/07_norms.ipynb #63119697
 def _more_operations(f, flops, key):
     "Reading a prompt, or decoding."
-    large, share = flops["llama_2_7b"], flops["mini"][key]
+    large, share = flops["llama_2_7b"], flops["run"][key]
     judge(f, share, .04)
     tokens = "128" if key == "prompts" else "1"
     n = large[tokens]
@@ -104,7 +104,7 @@ def _more_operations(f, flops, key):
 
 # %% ../../nbs/study/07_norms.ipynb #67b62a5f
 def _mixed_operations(f, flops):
-    m, n = flops["mini"]["mixed_batch"], flops["llama_2_7b"]["128"]
+    m, n = flops["run"]["mixed_batch"], flops["llama_2_7b"]["128"]
     f.figure, f.n, f.command = m["extra"], m["sequences"], flops["command"]
     f.here = HELD if m["extra"] < .04 else NOT_HELD
     # each sequence has the factors of its own task, as if it were alone

@@ -68,9 +68,10 @@ def sizes_table(
     def told(r, R):
         if not (scores := found.get((r, R))): return None
         kb = task_bytes(LARGE_SITES, r, R, HimalayaSettings.bits) / 1e3
-        return f"{np.mean(scores):.3f} ({kb:.1f} kB)"
+        span = f" [{min(scores):.2f}, {max(scores):.2f}]" if len(scores) > 1 else ""
+        return f"{np.mean(scores):.3f}{span} ({kb:.1f} kB)"
     runs = sorted({len(of) for of in found.values()})
     n = f"{' or '.join(map(str, runs))} {'run' if runs == [1] else 'runs'}"
-    title = f"AUC, and a task's bytes at d = 4096; {n} each"
+    title = f"AUC [least, most of the runs] (a task's bytes at d = 4096); {n} each"
     return Table(title, ["rank", *(f"{R} coordinates" for R in coordinates)],
         [[r, *(told(r, R) for R in coordinates)] for r in ranks])
