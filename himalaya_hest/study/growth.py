@@ -182,7 +182,7 @@ def thousand_table(
 ) -> Table:
     "A row a method: means over its runs."
     columns = ["method", "runs", "just learned", "at the end", f"without {' and '.join(ALIKE)}",
-               "forgotten", "worst twin", "best twin", "MB at d = 4096", "minutes"]
+               "forgotten", "worst twin", "best twin", "MB at d = 4096", "minutes", "peak memory MB"]
     rows = []
     # each run's figures, then their means
     for method, of in by_pair(records).items():
@@ -196,5 +196,6 @@ def thousand_table(
             mean(lambda r: r["summary"]["average_forgetting"]),
             *(float(np.mean([end(found.values()) for found in twins])) for end in (min, max)),
             *mb_after(runs[0], (len(runs[0]["tasks"]),)).values(),
-            mean(lambda r: r["summary"]["wall_s"] / 60)])
+            mean(lambda r: r["summary"]["wall_s"] / 60),
+            max(r["summary"]["peak_memory_mb"] for r in runs)])
     return Table("", columns, sorted(rows, key=lambda r: -r[3]))
