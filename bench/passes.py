@@ -33,8 +33,8 @@ there later, beside those that each is measured beside. `same` is the share of
 plain generation's text; where it is another, `gap` is by how much the logits of the token of
 the plain text at the first difference and its own differ, in spacings of bfloat16 (or of the type
 the model is held in) between numbers as large as its logits, by one pass over the text.
-`s_per_right` is time over the sum of scores, `nll` what the model itself thinks of the text, `each`
-the answers one by one: seconds, those of the prompt's pass, tokens.
+`s_per_right` is time over the answers of full score, `nll` what the model itself thinks of the
+text, `each` the answers one by one: seconds, those of the prompt's pass, tokens.
 """
 import contextlib
 import copy
@@ -394,8 +394,9 @@ def arm(run, asked, rows, w):
     def a_token(x): return [t / len(o["text"]) for t, o in zip(s[x], of[x])]
     references = [asked.references[r["row"]] for r in rows]
     score, plain = (get_metric(asked.metric)(said[x], references)["score"] for x in (w, PLAIN))
-    less = np.array(row_values(asked.metric, said[w], references, asked.labels)) - np.array(
-        row_values(asked.metric, said[PLAIN], references, asked.labels))
+    mine, plains = (np.array(row_values(asked.metric, said[x], references, asked.labels))
+                    for x in (w, PLAIN))
+    right = int((mine > 1 - 1e-9).sum()) # answers with the full score
     other = [o["gap"] for o in of[w] if "gap" in o]
     return dict(
         rows=len(rows), time=ratio(s[w], s[PLAIN]), token_time=ratio(a_token(w), a_token(PLAIN)),
@@ -403,11 +404,11 @@ def arm(run, asked, rows, w):
         against_rule=ratio(s[w], s[RULE]), against_lookup=ratio(s[w], s[LOOKUP]),
         token_against_rule=ratio(a_token(w), a_token(RULE)),
         decode_against_rule=decoded(of[w], of[RULE]),
-        s=float(s[w].sum()), less_plain=mean_told(less),
+        s=float(s[w].sum()), less_plain=mean_told(mine - plains),
         nll_less_plain=mean_told([o["nll"] - p["nll"] for o, p in zip(of[w], of[PLAIN])]),
         percentiles_s=dict(zip(("p50", "p95", "p99"), np.percentile(s[w], (50, 95, 99)).tolist())),
         score=score, plain_score=plain,
-        s_per_right=float(s[w].sum()) / (score * len(rows)) if score else None,
+        s_per_right=float(s[w].sum()) / right if right else None,
         to_plain=get_metric("rouge_l")(said[w], [(t,) for t in said[PLAIN]])["score"],
         same=float(np.mean([o["text"] == p["text"] for o, p in zip(of[w], of[PLAIN])])),
         nll=float(np.mean([o["nll"] for o in of[w]])),
