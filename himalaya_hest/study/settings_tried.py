@@ -72,6 +72,7 @@ def sizes_table(
         return f"{np.mean(scores):.3f}{span} ({kb:.1f} kB)"
     runs = sorted({len(of) for of in found.values()})
     n = f"{' or '.join(map(str, runs))} {'run' if runs == [1] else 'runs'}"
-    title = f"AUC [least, most of the runs] (a task's bytes at d = 4096); {n} each"
+    span = "" if runs == [1] else " [least, most]"
+    title = f"AUC{span} (a task's bytes at d = 4096); {n} each"
     return Table(title, ["rank", *(f"{R} coordinates" for R in coordinates)],
         [[r, *(told(r, R) for R in coordinates)] for r in ranks])
