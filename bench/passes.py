@@ -34,7 +34,7 @@ plain generation's text; where it is another, `gap` is by how much the logits of
 the plain text at the first difference and its own differ, in spacings of bfloat16 (or of the type
 the model is held in) between numbers as large as its logits, by one pass over the text.
 `s_per_right` is time over the answers of full score, `nll` what the model itself thinks of the
-text, `each` the answers one by one: seconds, those of the prompt's pass, tokens.
+text, `each` the answers one by one: row, seconds, those of the prompt's pass, tokens.
 """
 import contextlib
 import copy
@@ -379,9 +379,6 @@ def mean_told(x):
     return dict(zip(("mean", "low", "high"), (float(np.mean(x)), *ends)))
 
 
-def rounded(x): return [round(float(t), 4) for t in x]
-
-
 def arm(run, asked, rows, w):
     "One arm beside plain generation and the fixed rule, over the rows that have it."
     # of a prompt that was asked again for another arm the first time counts
@@ -415,8 +412,8 @@ def arm(run, asked, rows, w):
         gap=dict(differ=len(other), most=max(other, default=0.),
                  within_one=sum(g <= 1 for g in other)),
         **told_of(rows, w),
-        each=dict(row=[r["row"] for r in rows], s=rounded(s[w]),
-            prompt_s=rounded(o["prompt_s"] for o in of[w]), tokens=[len(o["text"]) for o in of[w]]))
+        each=[f"{r['row']} {o['s']:.4f} {o['prompt_s']:.4f} {len(o['text'])}"
+              for r, o in zip(rows, of[w])])
 
 
 def summary(a, run, work):
