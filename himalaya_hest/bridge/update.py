@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from fastcore.basics import patch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 # %% ../../nbs/bridge/12_update.ipynb #f923eeb3
 def ball(
@@ -57,6 +58,9 @@ def apply(self: Update,
     # y is the layer's own output, which nobody else has seen yet
     y[0].addmm_(torch.mm(x[0], held[0]), held[1])
     return y
+
+# %% ../../nbs/bridge/12_update.ipynb #616dc13a
+flop_registry.setdefault(torch.ops.aten.addmm_, flop_registry[torch.ops.aten.addmm])
 
 # %% ../../nbs/bridge/12_update.ipynb #2d5ce913
 def check_routed(site: int, x: Tensor, v: Tensor) -> None:

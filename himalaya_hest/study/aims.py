@@ -117,7 +117,7 @@ def aims_table(
     "What was aimed at and what was measured, from whatever records are there."
     root = Path(root)
     def of(name): return one_after_another(records_of(root/f"records/{name}.parquet"))
-    # a thousand tasks take half an hour, so of them there are few orders
+    # of a thousand tasks there are few orders; their time is that of runs beside others
     long = of("tasks_1000")
     thousand, minutes = own_lines(long, least=1), max(r["summary"]["wall_s"] for r in long) / 60
     rows = [

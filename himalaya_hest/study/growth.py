@@ -180,7 +180,7 @@ ALIKE = ("mbpp",)
 def thousand_table(
     records: list[dict], # of streams of the mini world
 ) -> Table:
-    "A row a method: means over its runs."
+    "A row a method: means over its runs, of memory the most."
     columns = ["method", "runs", "just learned", "at the end", f"without {' and '.join(ALIKE)}",
                "forgotten", "worst twin", "best twin", "MB at d = 4096", "minutes", "peak memory MB"]
     rows = []
