@@ -256,6 +256,9 @@ def main():
     args.parts = [x for x in args.parts if "=" not in x] or list(PARTS)
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown part {sorted(unknown)[0]!r}: {', '.join(PARTS)}")
+    if args.parameters and (fixed := {"memory", "package"} & set(args.parts)):
+        parser.error(f"{args.parameters[0]} is of a run, and of scale mini are "
+                     + " and ".join(sorted(fixed)))
     from himalaya_hest.running.record import versions
     version()
     torch.manual_seed(0)

@@ -4,7 +4,7 @@ same prompts, in turns at each prompt, and its process time is divided by plain 
     OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER \
         dtype=bfloat16 training.max_length=928 --tasks cnn_dailymail xsum ag_news squad_v2
     OMP_NUM_THREADS=1 python bench/passes.py model=FOLDER source=local data_dir=FOLDER \
-        dtype=bfloat16 --steps 0 --seeds 1 --prompts 16
+        dtype=bfloat16 --steps 0 --seeds 1 --prompts 16 --out records/bench/passes-bare.json
     OMP_NUM_THREADS=1 python bench/passes.py scale=mini source=mini --stream mini_cnndm \
         --tasks cnn_articles --steps 122 --batch 8 --rates .01 .02 .04 \
         --out records/bench/passes-mini.json
@@ -446,7 +446,11 @@ def check_same(a, file):
     "A study goes on only as it was begun; rows may come to it."
     asked = {n: v for n, v in vars(a).items()
              if n not in ("prompts", "few", "work", "again", "only", "out")}
-    if not file.exists(): write_atomic(file, json.dumps(asked))
+    if not file.exists():
+        if any(file.parent.glob("*/*")):
+            raise SystemExit(f"{file.parent} holds a study that does not say how it was begun: "
+                             "take another folder for --work")
+        write_atomic(file, json.dumps(asked))
     for name, begun_so in json.loads(file.read_text()).items():
         if asked[name] != begun_so:
             raise SystemExit(f"{file.parent} was begun with {name} = {begun_so}, got "

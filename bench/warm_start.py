@@ -6,12 +6,12 @@ under which the new task's prompts are likeliest in the mean.
 
     OMP_NUM_THREADS=1 python bench/warm_start.py
     OMP_NUM_THREADS=1 python bench/warm_start.py --steps 10 --rows --n-tasks 8 --seeds 0 \
-        --out /tmp/warm_start.json
+        --work runs/warm_few --out runs/warm_few.json
 
 With fewer rows than the steps take they come again: --rows rows in as many steps as are most.
 `new` are the scores of the stream's own tasks right after they were learned, the first left out,
 `twin` those of their variants, whose twin is among the finished tasks. Differences to `fresh` are
-means over tasks of all --seeds, with the 95 % BCa interval over them.
+means over tasks, each a mean over --seeds, with the 95 % BCa interval over tasks.
 """
 import argparse
 from functools import partial
@@ -94,7 +94,7 @@ def main():
         scores = {s: [learned(s, steps, rows, stream, k, a.work) for k in a.seeds]
                   for s in STARTS}
         for group, at in groups.items():
-            of = {s: np.concatenate([v[at] for v in found]) for s, found in scores.items()}
+            of = {s: np.mean([v[at] for v in found], 0) for s, found in scores.items()}
             out.append(dict(steps=steps, rows=rows, group=group) | beside(of))
         print(out[-2:], flush=True)
     write_record(a.out, circumstances(called(__file__), "cpu") | dict(

@@ -87,7 +87,7 @@ def _decision_s(context, n_tokens, rounds=20): # process time of guessing and ch
     table = learn_table([text.ids])
     def once():
         start = clock()
-        text.extend([context % 7])
+        text.extend([len(text.ids) % 7])
         chosen_draft(both_guesses(text, table, n_tokens - 1), acceptance, costs, (.5, .4), True)
         return clock() - start
     return min(once() for _ in range(rounds))
