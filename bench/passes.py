@@ -213,8 +213,11 @@ def best_rate(a, run, model, name, place):
     for rate in (r for r in a.rates if str(r) not in found):
         merged = learned(a, run, model, name, 0, rate)
         loss = float(losses(merged, 0, kept_back(a, run, name)).mean())
+        if math.isnan(loss): loss = math.inf # it has diverged
         if loss < min(found.values(), default=math.inf): save_file(tuned_part(merged), weights)
         write_atomic(file, json.dumps(found := found | {str(rate): loss}))
+    if math.isinf(min(found.values())):
+        raise SystemExit(f"{name}: no rate of {a.rates} learns it, got losses {found}")
     return float(min(found, key=found.get))
 
 
@@ -232,14 +235,15 @@ def fitted(a, run, model, name, seed, table, costs, place):
     file = place/"fitted.json"
     if not file.exists():
         rows = list(map(prompt_row, kept_back(a, run, name)))
-        answers = answers_of(model, run.tokenizer, rows, a.new_tokens)
+        n = min(a.new_tokens, asked_of(run, name).max_new_tokens)
+        answers = answers_of(model, run.tokenizer, rows, n)
         answers = [x for x in answers if len(x[1]) > 1]
         controller = learn_acceptance(*joined(examples(answers)), seed=seed) if answers else None
         # the table holds references, and no answer of the model
         by = {kind: {k: replayed(answers, table, kind, k, costs) if answers else 1. for k in WIDTHS}
               for kind in RULES.values()}
         ids = [torch.tensor([row["input_ids"]]) for row in rows]
-        leniency = learn_leniency(model, ids, a.new_tokens, tuple(LOSSY.values()), table=table,
+        leniency = learn_leniency(model, ids, n, tuple(LOSSY.values()), table=table,
                                   costs=costs, acceptance=controller)
         state = {n: w.tolist() for n, w in controller.state_dict().items()} if controller else None
         rules = {kind: min(found, key=found.get) for kind, found in by.items()}
@@ -324,8 +328,8 @@ def measured(a, run, model, part, ways, others, file):
     "A line for each prompt that lacks an arm, with all that it lacks."
     name, seed = part
     asked = asked_of(run, name)
-    have = {}
-    for line in file.open() if file.exists() else ():
+    text, have = file.read_text() if file.exists() else "", {}
+    for line in text.splitlines():
         known = json.loads(line)
         have.setdefault(known["row"], set()).update(known["arms"])
     prompts, dice = asked.prompts, random.Random(seed)
@@ -347,14 +351,16 @@ def measured(a, run, model, part, ways, others, file):
         # what comes behind the end is paid, and no answer
         if NO_END in found: del found[NO_END]["text"][len(found[PLAIN]["text"]):]
         for w in arms: found[w] |= judged(model, prompt, found[w]["text"], found[PLAIN]["text"])
-        line = json.dumps(dict(row=k, prompt=len(prompt), arms=found))
-        with file.open("a") as f: f.write(line + "\n")
+        text += json.dumps(dict(row=k, prompt=len(prompt), arms=found)) + "\n"
+        write_atomic(file, text)
         print(f"{name}, seed {seed}: prompt {k}", end="\r", flush=True)
 
 
 def costs_kept(file, model, held=contextlib.nullcontext): # of passes, measured once
     if not file.exists():
-        with held(model): write_atomic(file, json.dumps(asdict(pass_costs(model))))
+        with held(model): costs = pass_costs(model)
+        # of calls beside one another the first counts
+        if not file.exists(): write_atomic(file, json.dumps(asdict(costs)))
     costs = json.loads(file.read_text())
     return PassCosts(**costs | dict(passes=tuple(map(tuple, costs["passes"]))))
 
