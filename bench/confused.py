@@ -23,11 +23,10 @@ import torch
 from himalaya_hest.hest.passes import in_place_of
 from himalaya_hest.himalaya.router import task_scores
 from himalaya_hest.himalaya.task_cores import task_update
-from himalaya_hest.measures.statistics import bca_interval
 from himalaya_hest.running.continual_run import begin_run
 from himalaya_hest.running.evaluation import evaluate, evaluation_batches
 from himalaya_hest.running.run_files import load_config
-from himalaya_hest.workshop.measuring import called, circumstances, write_record
+from himalaya_hest.workshop.measuring import called, circumstances, mean_interval, write_record
 
 
 def mixture(core, n):
@@ -55,9 +54,8 @@ def asked(run, task, n):
 def told(rows):
     "Means over tasks, and the difference with its interval."
     found, mixed, named, first = np.array(rows).T
-    def less(d): return dict(zip(("mean", "low", "high"), (d.mean(), *bca_interval(d))))
     return dict(found=found.mean(), mixed=mixed.mean(), named=named.mean(), first=first.mean(),
-        cost=less(found - named), mixing=less(mixed - found))
+        cost=mean_interval(found - named), mixing=mean_interval(mixed - found))
 
 
 def main():

@@ -41,10 +41,9 @@ from himalaya_hest.hest.drafts import learn_table
 from himalaya_hest.hest.eight_bits import in_eight_bits
 from himalaya_hest.hest.pass_budget import pass_costs
 from himalaya_hest.hest.passes import fewer_passes
-from himalaya_hest.measures.statistics import bca_interval
 from himalaya_hest.streams.batching import stop_ids
 from himalaya_hest.workshop.measuring import (
-    called, circumstances, ratio, write_record)
+    called, circumstances, mean_interval, ratio, write_record)
 
 FLOAT32, BFLOAT16 = "float32", "bfloat16"
 ROUNDED = {"weight-only int8": False, "W8A8": True} # are activations rounded?
@@ -129,10 +128,9 @@ def described(kinds, found, nats, costs, compile_s):
     for k, (_, read_mb, held_mb) in kinds.items():
         told = [one[3] for one in found[k, True]]
         same = np.mean([a[2] == b[2] for a, b in zip(found[k, False], found[k, True])])
-        apart = nats[k] - nats[FLOAT32]
         rows[k] = dict(
             read_mb=read_mb, held_mb=held_mb, pass_costs=asdict(costs[k]), nll=float(nats[k].mean()),
-            less_float32=[float(apart.mean()), *(bca_interval(apart) if k != FLOAT32 else (0., 0.))],
+            less_float32=[*mean_interval(nats[k] - nats[FLOAT32]).values()],
             ms={n: 1e3 * float(np.median(column(k, False, of))) for n, of in parts.items()},
             of_float32={n: ratio(column(k, False, of), column(FLOAT32, False, of))
                 for n, of in parts.items()},

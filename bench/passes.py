@@ -55,7 +55,7 @@ from shallow_prompt import learn, losses, own_loss, trained
 
 from himalaya_hest.ground.loss import target_logits, target_loss
 from himalaya_hest.hest.acceptance import (
-    Acceptance, chosen_draft, learn_acceptance, n_standing)
+    Acceptance, acceptance_of, chosen_draft, learn_acceptance, n_standing)
 from himalaya_hest.hest.drafter import Drafted
 from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
 from himalaya_hest.hest.eight_bits import in_eight_bits
@@ -65,13 +65,13 @@ from himalaya_hest.hest.pass_budget import PassCosts, pass_costs
 from himalaya_hest.hest.passes import fewer_passes, in_place_of
 from himalaya_hest.hest.tuner import HestConfig
 from himalaya_hest.measures.rows import row_values
-from himalaya_hest.measures.statistics import bca_interval
 from himalaya_hest.measures.text import get_metric
 from himalaya_hest.running.checkpoint import write_atomic
 from himalaya_hest.running.evaluation import first_line, stopping
 from himalaya_hest.running.loop import final_tasks
 from himalaya_hest.streams.batching import Collator, TaskLoader, prompt_row, stop_ids
-from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
+from himalaya_hest.workshop.measuring import (
+    called, circumstances, mean_interval, ratio, write_record)
 
 PLAIN, LOOKUP, RULE, PASSES = "plain", "prompt_lookup_num_tokens", "fixed rule", "passes"
 BESIDE = PLAIN, LOOKUP, RULE # what each arm is measured beside
@@ -251,10 +251,7 @@ def fitted(a, run, model, name, seed, table, costs, place):
         write_atomic(file, json.dumps(dict(controller=state, replayed=by, rules=rules, best=best,
                                            leniency=leniency)))
     kept = json.loads(file.read_text())
-    if kept["controller"]:
-        controller = Acceptance()
-        controller.load_state_dict({n: torch.tensor(w) for n, w in kept["controller"].items()})
-        kept["controller"] = controller.requires_grad_(False).eval()
+    if kept["controller"]: kept["controller"] = acceptance_of(kept["controller"])
     return kept
 
 
@@ -379,12 +376,6 @@ def decoded(arm, other):
     return ratio(*zip(*((a_token(a), a_token(p)) for a, p in pairs))) if pairs else None
 
 
-def mean_told(x):
-    "Mean over prompts with its 95 % interval, None where there are too few."
-    ends = (None if math.isnan(e) else e for e in bca_interval(x))
-    return dict(zip(("mean", "low", "high"), (float(np.mean(x)), *ends)))
-
-
 def arm(run, asked, rows, w):
     "One arm beside plain generation and the fixed rule, over the rows that have it."
     # of a prompt that was asked again for another arm the first time counts
@@ -407,8 +398,8 @@ def arm(run, asked, rows, w):
         against_rule=ratio(s[w], s[RULE]), against_lookup=ratio(s[w], s[LOOKUP]),
         token_against_rule=ratio(a_token(w), a_token(RULE)),
         decode_against_rule=decoded(of[w], of[RULE]),
-        s=float(s[w].sum()), less_plain=mean_told(mine - plains),
-        nll_less_plain=mean_told([o["nll"] - p["nll"] for o, p in zip(of[w], of[PLAIN])]),
+        s=float(s[w].sum()), less_plain=mean_interval(mine - plains),
+        nll_less_plain=mean_interval([o["nll"] - p["nll"] for o, p in zip(of[w], of[PLAIN])]),
         percentiles_s=dict(zip(("p50", "p95", "p99"), np.percentile(s[w], (50, 95, 99)).tolist())),
         score=score, plain_score=plain,
         s_per_right=float(s[w].sum()) / right if right else None,

@@ -23,9 +23,9 @@ from acceptance import arguments, begun
 from peft import LoraConfig, get_peft_model
 
 from himalaya_hest.hest.prompt_blocks import shallow_prompt
-from himalaya_hest.measures.statistics import bca_interval
 from himalaya_hest.streams.batching import Collator, TaskLoader
-from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
+from himalaya_hest.workshop.measuring import (
+    called, circumstances, mean_interval, ratio, write_record)
 
 
 def losses(model, m, rows):
@@ -86,9 +86,7 @@ def prompt_times(model, numbers, prompts):
 
 
 def beside(values, plain):
-    d = values - plain
-    between = bca_interval(d) if np.ptp(d) else (float(d[0]),) * 2
-    return dict(mean=float(values.mean()), less_plain=[float(d.mean()), *between])
+    return dict(mean=float(values.mean()), less_plain=[*mean_interval(values - plain).values()])
 
 
 def main():

@@ -25,8 +25,7 @@ from himalaya_hest.bridge.routed import batch_contexts
 from himalaya_hest.himalaya.router import task_scores
 from himalaya_hest.himalaya.tuner import HimalayaHooks, HimalayaModel
 from himalaya_hest.jobs.run import run_continual
-from himalaya_hest.measures.statistics import bca_interval
-from himalaya_hest.workshop.measuring import called, circumstances, write_record
+from himalaya_hest.workshop.measuring import called, circumstances, mean_interval, write_record
 
 STARTS = ("fresh", "directions", "whole")
 BATCH, ALL_ROWS = 8, 400 # of a step, of a task, at scale mini
@@ -69,7 +68,7 @@ def beside(scores):
     "Means of each start, and what it has over a fresh one."
     less = {s: scores[s] - scores["fresh"] for s in STARTS[1:]}
     return {s: float(v.mean()) for s, v in scores.items()} | {
-        f"{s} less fresh": [float(d.mean()), *bca_interval(d)] for s, d in less.items()}
+        f"{s} less fresh": mean_interval(d) for s, d in less.items()}
 
 
 def main():

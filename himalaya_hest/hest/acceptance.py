@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['N_FEATURES', 'N_HIDDEN', 'RHO', 'COSTS', 'Acceptance', 'features_of', 'chosen_draft', 'examples_of', 'n_standing',
-           'learn_acceptance', 'shipped_acceptance']
+           'learn_acceptance', 'acceptance_of', 'shipped_acceptance']
 
 # %% ../../nbs/hest/18_acceptance.ipynb #bacc14fe
 import json
@@ -91,6 +91,8 @@ def n_standing(
     return next((j for j, (a, b) in enumerate(zip(tokens, said)) if a != b), min(len(tokens), len(said)))
 
 # %% ../../nbs/hest/18_acceptance.ipynb #b753d613
+@torch.inference_mode(False)
+@torch.enable_grad()
 def learn_acceptance(
     x: Tensor, # (n, N_FEATURES)
     y: Tensor, # (n,) 1 where the token stood
@@ -102,7 +104,9 @@ def learn_acceptance(
     drawn = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        acceptance = Acceptance()
+        acceptance = Acceptance().to("cpu", torch.float32)
+    # what was made without gradients can be learned from as a copy
+    x, y = x.clone(), y.clone()
     optimizer = torch.optim.AdamW(acceptance.parameters(), lr=3e-3, weight_decay=.01)
     for _ in range(n_epochs):
         for rows in torch.randperm(len(x), generator=drawn).split(batch_size):
@@ -111,13 +115,19 @@ def learn_acceptance(
     return acceptance.requires_grad_(False).eval()
 
 # %% ../../nbs/hest/18_acceptance.ipynb #a0088755
+def acceptance_of(
+    weights: dict, # name → tensor or nested lists
+) -> Acceptance:
+    "A controller that has been fitted. `RuntimeError` for other names or shapes."
+    # no draw of random numbers, and what others set as default device or type does not matter
+    with torch.device("meta"): acceptance = Acceptance()
+    state = {n: torch.as_tensor(w, dtype=torch.float32, device="cpu") for n, w in weights.items()}
+    acceptance.load_state_dict(state, assign=True)
+    return acceptance.requires_grad_(False).eval()
+
+# %% ../../nbs/hest/18_acceptance.ipynb #c6c99d01
 @lru_cache
 def shipped_acceptance() -> Acceptance:
     "The controller that comes with the package."
     path = files("himalaya_hest") / "data" / "acceptance.json"
-    weights = json.loads(path.read_text(encoding="utf-8"))["weights"]
-    # no draw of random numbers, and what others set as default device or type does not matter
-    with torch.device("meta"): acceptance = Acceptance()
-    state = {n: torch.tensor(w, dtype=torch.float32, device="cpu") for n, w in weights.items()}
-    acceptance.load_state_dict(state, assign=True)
-    return acceptance.requires_grad_(False).eval()
+    return acceptance_of(json.loads(path.read_text(encoding="utf-8"))["weights"])

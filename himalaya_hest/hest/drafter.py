@@ -163,8 +163,9 @@ class Ends(StoppingCriteria):
         for end in range(len(drafter.text.ids) + 1, n + 1) if self.criteria else ():
             seen = scores and scores[:end - drafter.n_prompt]
             if self.criteria(input_ids[:, :end], seen, **kwargs).all(): self.end = end; break
-        answer = drafter.answer
-        if self.end is None and answer.cap - answer.spent < 1: drafter.told.stopped = "budget"
+        whole = self.end or n >= drafter.max_length or int(input_ids[0, -1]) in drafter.ends
+        if not whole and drafter.answer.cap - drafter.answer.spent < 1:
+            drafter.told.stopped = "budget"
         over = self.end is not None or bool(drafter.told.stopped)
         return torch.full((1,), over, dtype=torch.bool, device=input_ids.device)
 

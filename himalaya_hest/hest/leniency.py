@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ground.quiet import waiting
+from .acceptance import Acceptance
+from .drafts import AnswerTable
+from .pass_budget import PassCosts, SHIPPED_COSTS
 from .passes import fewer_passes
 
 # %% ../../nbs/hest/20_leniency.ipynb #fa121708
@@ -21,16 +24,20 @@ def learn_leniency(
     prompts: Iterable[Tensor], # (1, n) token ids of each, of the kind that is to be answered
     max_new_tokens: int = 48,
     epsilons: tuple[float, ...] = (1., .7, .5, .3, .2, .1),
-    **how, # of `fewer_passes`: table, acceptance, costs
+    table: AnswerTable | None = None, # these as in `fewer_passes`
+    acceptance: Acceptance | None = None,
+    costs: PassCosts | tuple[float, ...] = SHIPPED_COSTS,
+    **how, # of `generate`, for instance eos_token_id
 ) -> dict[float, float]: # ε → plain passes that a token costs in the mean; `json` can hold it
     "What leniency with drafts saves: the prompts are answered at each ε. `ValueError` without any."
     prompts, found = list(prompts), {}
     if not prompts: raise ValueError("learn_leniency needs prompts, got none")
     for epsilon in waiting(epsilons, "answering at each leniency"):
         # a budget that this ε alone is known to keep
-        with fewer_passes(model, energy_budget=.5, lossy={epsilon: .5}, **how) as told:
+        lossy = dict(energy_budget=.5, lossy={epsilon: .5})
+        with fewer_passes(model, table, acceptance, costs, **lossy) as told:
             for ids in prompts:
                 model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                               max_new_tokens=max_new_tokens, pad_token_id=0)
+                               max_new_tokens=max_new_tokens, pad_token_id=0, **how)
         found[epsilon] = told.share
     return found

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..ground.quiet import waiting
-from .acceptance import Acceptance, examples_of, learn_acceptance
+from .acceptance import Acceptance, acceptance_of, examples_of, learn_acceptance
 from .drafter import two_largest
 from .drafts import learn_table
 
@@ -79,9 +79,7 @@ def load_controller(
     path: str | Path, # a safetensors file
 ) -> Acceptance:
     "Read a controller; `ValueError` for a file that is none."
-    acceptance = Acceptance()
-    try: acceptance.load_state_dict(load_file(path))
+    try: return acceptance_of(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as e:
         raise ValueError(f"{path} cannot be read as a controller of passes, as save_controller "
                          f"writes it: {e}") from None
-    return acceptance.requires_grad_(False).eval()

@@ -7,6 +7,7 @@ __all__ = ['SHIPPED_COSTS', 'PassCosts', 'pass_costs', 'Spending']
 
 # %% ../../nbs/hest/18a_pass_budget.ipynb #034b6ac8
 from bisect import bisect_left
+from itertools import accumulate
 from dataclasses import dataclass
 from math import inf
 
@@ -57,7 +58,12 @@ def pass_costs(
     contexts: tuple[int, ...] = (64, 512), # tokens before it
     rounds: int = 5,
 ) -> PassCosts:
-    "What passes of a model cost, measured: process time, on a GPU the wall between synchronisations."
+    """What passes of a model cost, measured: process time, on a GPU the wall between synchronisations.
+    `ValueError` for contexts that the model is too short for."""
+    longest = getattr(model.config, "max_position_embeddings", None) or inf
+    if max(contexts) + n_tokens > longest:
+        raise ValueError(f"contexts {contexts} and a pass over {n_tokens} tokens are longer than the "
+                         f"{longest} that this model reads: give shorter contexts")
     device, rows = next(model.parameters()).device, []
     clock = clock_of(device)
     for context in contexts:
@@ -70,7 +76,8 @@ def pass_costs(
                 model(input_ids=ids[:, :1].expand(1, n + 1), past_key_values=cache, use_cache=True)
                 least[n] = min(least[n], clock() - start)
                 cache.crop(-n - 1)
-        rows.append(least)
+        # a wider pass does no less: what says otherwise is noise
+        rows.append(accumulate(least, max))
     def prompt():
         start = clock()
         model(input_ids=ids, use_cache=True)
