@@ -233,7 +233,7 @@ def choose(
 class BankCore(RoutedCore):
     "Keys and LoRAs of one adapter: `used` places are taken, `current` is the one in training."
     sites = property(lambda self: self.dictionary.sites)
-    idle = property(lambda self: bool(self.current < 0))
+    def begun(self): return self.current >= 0
     def __init__(self,
         sites: list[Place],
         width: int, # of the input embeddings
@@ -254,6 +254,12 @@ class BankCore(RoutedCore):
 def add_task(self: BankCore, e: Tensor, tau: Tensor) -> None: # each (n, d) of its prompts
     if isinstance(self.router, Router): self.router.add(e, tau)
     else: remember(self.router, int(self.used), e, tau)
+
+@patch
+def take_back(self: BankCore) -> None:
+    "Forget a task that was begun and not ended."
+    if isinstance(self.router, Router): self.router.take_back()
+    self.used.copy_(self.current); self.current.fill_(-1)
 
 @patch
 def find(self: BankCore, e: Tensor, tau: Tensor) -> Tensor: # each (b, d) → (b,) int64
@@ -324,7 +330,9 @@ class BankHooks(StreamHooks):
         self.core, self.contexts, self.context_batches, self.seed = core, contexts, context_batches, seed
     @torch.no_grad()
     def on_task_start(self, task: TaskContext):
-        core, place = self.core, int(self.core.used)
+        core = self.core
+        if core.begun(): core.take_back()
+        place = int(core.used)
         if place == core.n_tasks:
             raise ValueError(f"the bank is full: all of its {core.n_tasks} places are taken, "
                              f"and task {task.name!r} needs one; raise n_tasks")

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
+from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..ground.hooks import StreamHooks, TaskContext
@@ -28,7 +29,7 @@ def hooks_of(
 def tasks_begun(
     model: nn.Module, # a PEFT model
 ) -> list[str]: # a list of its own, to which `learning` adds
-    "Names of the tasks that were begun with this model in this process."
+    "Names of the tasks that were begun with this model in this process, and did not fail."
     return model.__dict__.setdefault("_tasks_begun", [])
 
 def next_index(
@@ -54,7 +55,7 @@ class Driven:
     def __init__(self,
         model: nn.Module, # a PEFT model
         hooks: StreamHooks,
-    ): self.model, self.hooks, self.passed, self.old = model, hooks, False, {}
+    ): self.model, self.hooks, self.passed, self.old, self.stepped = model, hooks, False, {}, False
 
     def add_terms(self, model, args, inputs, output):
         "Forward hook: what hooks add to the loss goes into `output.loss`."
@@ -72,8 +73,9 @@ class Driven:
         "Step pre-hook: what hooks do to gradients, and copies for afterwards."
         if not self.passed:
             raise RuntimeError(
-                "a step without a forward pass that was given labels: inside learning(...), call "
-                "model(**batch) with labels among the batch, and take the loss from what it returns")
+                "a step without a forward pass in training that was given labels: inside "
+                "learning(...), call model(**batch) in training mode, with labels among the batch, "
+                "and take the loss from what it returns")
         self.hooks.after_backward()
         tracked = self.hooks.tracked_parameters()
         self.old = {n: p.detach().clone() for n, p in tracked.items()}
@@ -81,13 +83,24 @@ class Driven:
     def after_step(self, optimizer, args, kwargs):
         "Step post-hook."
         self.hooks.after_optimizer_step(self.old)
-        self.passed, self.old = False, {}
+        self.passed, self.old, self.stepped = False, {}, True
+
+    def check_stepped(self):
+        "`RuntimeError` where the block ends without a step."
+        if self.stepped: return
+        raise RuntimeError(
+            "learning(...) ends without a step of its optimizer, so nothing was learned: step it in the "
+            "block, or hand it to what does, as Trainer(..., optimizers=(optimizer, None))")
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #825ed3a4
 def _check_optimizer(model, optimizer):
-    "`ValueError` where a parameter in training is in no group of the optimiser."
+    "`ValueError` where nothing is in training, or something is in no group of the optimiser."
     known = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("no parameter of this model is in training: an adapter that is to learn on is "
+                         "loaded by PeftModel.from_pretrained(model, folder, is_trainable=True)")
+    missing = [n for n, p in trained.items() if id(p) not in known]
     if missing:
         raise ValueError(
             f"the optimizer lacks {len(missing)} parameters in training, the first is "
@@ -95,13 +108,15 @@ def _check_optimizer(model, optimizer):
             "requires_grad")
 
 def _check_loader(loader, n_steps):
-    "`ValueError` for a loader that can be read only once, or whose length nobody knows."
+    "`ValueError` for a loader that can be read once, has nothing, or has a length that nobody knows."
     if iter(loader) is loader:
         raise ValueError(
             f"loader is a {type(loader).__name__}, which can be read only once, and hooks read "
             "the rows before the first step and after the last: give a DataLoader or a list")
     if n_steps is None and not hasattr(loader, "__len__"):
         raise ValueError("loader has no length: say with n_steps how many steps this task gets")
+    if hasattr(loader, "__len__") and not len(loader):
+        raise ValueError("loader has no batches, and a task is learned from some")
 
 def _check_processes():
     "`ValueError` in one of several processes."
@@ -117,6 +132,34 @@ def _inner(optimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
+# %% ../../nbs/bridge/09_own_loop.ipynb #d97ae085
+@patch
+@contextlib.contextmanager
+def hooked(self: Driven, optimizer: torch.optim.Optimizer):
+    "Inside, passes of the model and steps of the optimiser call it."
+    handles = [
+        self.model.register_forward_hook(self.add_terms, with_kwargs=True),
+        optimizer.register_step_pre_hook(self.before_step),
+        optimizer.register_step_post_hook(self.after_step),
+    ]
+    try: yield
+    finally:
+        for h in handles: h.remove()
+
+# %% ../../nbs/bridge/09_own_loop.ipynb #dcd56dc1
+@contextlib.contextmanager
+def _one_at_a_time(model, name):
+    "`ValueError` within another; a task that fails does not count."
+    if (other := model.__dict__.get("_learns")) is not None:
+        raise ValueError(f"task {other!r} of this model is being learned: leave its block first")
+    n = len(tasks_begun(model))
+    model.__dict__["_learns"] = name
+    try: yield
+    except BaseException:
+        del tasks_begun(model)[n:]
+        raise
+    finally: del model.__dict__["_learns"]
+
 # %% ../../nbs/bridge/09_own_loop.ipynb #3482f9a8
 @contextlib.contextmanager
 def learning(
@@ -130,23 +173,20 @@ def learning(
 ):
     """Makes of the training loop inside one task of a stream: its hooks run around each step of
     `optimizer`, and their terms are in `out.loss`. Ends with the model in evaluation mode; a task
-    whose loop raises is not ended. Raises ValueError for an optimiser that lacks a parameter, a
-    loader that can be read only once, and in one of several processes."""
+    whose loop raises is not ended, and the next one takes its place. Raises ValueError for an
+    optimiser that lacks a parameter, a loader that can be read only once, within another block of
+    the same model and in one of several processes; RuntimeError where no step was made."""
     optimizer, hooks = _inner(optimizer), hooks or hooks_of(model)
     _check_processes(); _check_optimizer(model, optimizer); _check_loader(loader, n_steps)
-    steps = len(loader) if n_steps is None else n_steps
-    hooks.on_task_start(TaskContext(name, next_index(model, hooks), steps, loader, instruction))
-    tasks_begun(model).append(name)
-    # what is hooked is unhooked, also where the loop raises
-    driven = Driven(model, hooks)
-    handles = [
-        model.register_forward_hook(driven.add_terms, with_kwargs=True),
-        optimizer.register_step_pre_hook(driven.before_step),
-        optimizer.register_step_post_hook(driven.after_step),
-    ]
-    model.train()
-    try: yield
-    finally:
-        for h in handles: h.remove()
-    model.eval()
-    hooks.on_task_end(loader)
+    steps, driven = len(loader) if n_steps is None else n_steps, Driven(model, hooks)
+    with _one_at_a_time(model, name):
+        index = next_index(model, hooks)
+        tasks_begun(model).append(name)
+        hooks.on_task_start(TaskContext(name, index, steps, loader, instruction))
+        # what is hooked is unhooked, also where the loop raises
+        with driven.hooked(optimizer):
+            model.train()
+            yield
+        driven.check_stepped()
+        model.eval()
+        hooks.on_task_end(loader)

@@ -200,7 +200,14 @@ class RoutedCore(nn.Module):
     "All of one adapter that is trained and saved. A subclass gives `sites`, `router` and `route`."
     per_token = False # is each token routed, by its own embedding?
     draws_once = False # is noise drawn that all layers have to share?
-    idle = False # is there nothing to learn until a task begins?
+    # is there nothing to learn until a task begins?
+    idle = property(lambda self: (begun := self.begun()) is not None and not begun)
+    def begun(self) -> Tensor | None: # bool
+        "Has a task begun that has not ended? None where learning does not wait for one."
+    def _apply(self, fn, recurse=True): # called by to, half, cuda
+        "Types stay, since bytes, grids and statistics are read in theirs."
+        def moved(t): return new if (new := fn(t)).dtype == t.dtype else t.to(new.device)
+        return super()._apply(moved, recurse)
     def route(self,
         e: Tensor, # (b, d) mean embedding of the prompt; of each token (b, n, d) where `per_token`
         tau: Tensor, # (b, d) mean embedding of the instruction

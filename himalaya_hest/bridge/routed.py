@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['KWARG', 'NO_TASK', 'CallVariable', 'Routing', 'TokenRouting', 'RoutedLayer', 'call_context', 'PromptModel',
-           'RoutedModel', 'learns_now', 'taught_nothing', 'guarded', 'before_forward', 'after_forward', 'receive',
-           'routed_again', 'routing_of', 'whole_prompt', 'routed_now', 'summaries', 'beside', 'tokenised', 'batch_loss',
-           'sampled_batch_loss', 'batch_contexts']
+           'refuse_trained_table', 'RoutedModel', 'learns_now', 'taught_nothing', 'guarded', 'check_in_graph',
+           'before_forward', 'after_forward', 'receive', 'routed_again', 'routing_of', 'whole_prompt', 'routed_now',
+           'summaries', 'beside', 'tokenised', 'batch_loss', 'sampled_batch_loss', 'batch_contexts']
 
 # %% ../../nbs/bridge/10_routed.ipynb #4d0d28b9
 import contextlib
@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..ground.hooks import StreamHooks
+from ..ground.linalg import full_precision
 from ..ground.quiet import waiting
 from ..ground.loss import sampled_label_loss, target_logits, target_loss
 from .prompt import (
@@ -54,6 +55,7 @@ class Routing(dict):
     contexts: dict = {}
     reentrant = False # seen by a checkpoint that runs forward without gradients
     teaches_nothing = False # is it of a forward from which an active adapter would not learn?
+    named: dict = {} # adapter name → index of the task that was set by hand
     def at(self, tuner, args, kwargs):
         "The same, with per-token routings of the tokens of this forward."
         if not any(isinstance(u, TokenRouting) for u in self.values()): return self
@@ -64,7 +66,7 @@ class Routing(dict):
         # what is routed by sequences stays
         routed = Routing({n: u.at(tuner, embeds) if isinstance(u, TokenRouting) else u for n, u in self.items()})
         tokens = {n: (embeds.detach(), u.tau) for n, u in self.items() if isinstance(u, TokenRouting)}
-        routed.contexts = self.contexts | tokens
+        routed.contexts, routed.named = self.contexts | tokens, self.named
         return routed
 
 # %% ../../nbs/bridge/10_routed.ipynb #b3c35568
@@ -121,6 +123,16 @@ class PromptModel(ShellModel):
         for handle in self._handles: handle.remove()
         return super().unload()
 
+# %% ../../nbs/bridge/10_routed.ipynb #9b3c6fc8
+def refuse_trained_table(config, model) -> None:
+    "`ValueError` where the input embeddings, by which prompts are read, would be trained."
+    table = model.get_input_embeddings()
+    name = next(n for n, m in model.named_modules() if m is table)
+    if any(f".{name}".endswith(f".{end}") for end in config.modules_to_save or ()):
+        raise ValueError(
+            f"this adapter reads prompts by {name}, which modules_to_save would train: what was kept "
+            "of earlier tasks would not fit any more. Leave it out of modules_to_save")
+
 # %% ../../nbs/bridge/10_routed.ipynb #b1da534e
 class RoutedModel(PromptModel):
     "Routes each sequence once. A subclass gives `prefix`, `make_core(config, sites)` and `make_hooks(name)`."
@@ -128,8 +140,12 @@ class RoutedModel(PromptModel):
     width = property(lambda self: self.model.get_input_embeddings().weight.shape[1])
     def make_hooks(self, name: str) -> StreamHooks:
         raise NotImplementedError(f"{type(self).__name__} makes no hooks")
-    def route(self, core, e, tau): return core.route(e, tau)
-    def route_again(self, core, e, tau, before): return core.route(e, tau) # before: what was routed from them
+    def route(self, core, e, tau):
+        with full_precision(e): return core.route(e, tau)
+    def route_again(self, core, e, tau, before): return self.route(core, e, tau) # before: what was routed from them
+    def _prepare_model(self, peft_config, model):
+        refuse_trained_table(peft_config, model)
+        super()._prepare_model(peft_config, model)
     def stream_hooks(self, adapter_name: str | None = None) -> StreamHooks: # one object per adapter
         name = adapter_name or self.active_adapters[0]
         if name not in self._hooks: self._hooks[name] = self.make_hooks(name)
@@ -168,7 +184,7 @@ def learns_now(model: nn.Module) -> bool: # a compiled graph says nothing of it
 
 def taught_nothing(core: RoutedCore) -> bool:
     "Would training this core be in vain: is it to be trained, and no task has begun?"
-    return bool(core.idle) and any(p.requires_grad for p in core.parameters())
+    return core.idle and any(p.requires_grad for p in core.parameters())
 
 # %% ../../nbs/bridge/10_routed.ipynb #64067fcd
 NO_TASK = (
@@ -195,6 +211,14 @@ def guarded(output): # of a model's forward; None: it failed
     for name in {"loss", "logits"} & output.keys(): output[name] = guard(output[name])
     return output
 
+# %% ../../nbs/bridge/10_routed.ipynb #9a9696ef
+def check_in_graph(cores: list[RoutedCore]) -> None:
+    "What a compiled graph asks of cores that are to be trained."
+    for core in cores:
+        begun = core.begun()
+        if begun is not None and any(p.requires_grad for p in core.parameters()):
+            torch._assert_async(begun, NO_TASK)
+
 # %% ../../nbs/bridge/10_routed.ipynb #d51d9405
 def before_forward(tuner, model, args, kwargs):
     "Forward pre-hook of the backbone: route, and hand the result to the layers."
@@ -206,8 +230,9 @@ def before_forward(tuner, model, args, kwargs):
         return None
     routed = routing_of(tuner, names, args, kwargs)
     _ROUTED.set(routed)
-    if learns_now(model):
-        routed.teaches_nothing = any(taught_nothing(tuner.cores[n]) for n in names)
+    cores = [tuner.cores[n] for n in names]
+    if learns_now(model): routed.teaches_nothing = any(map(taught_nothing, cores))
+    elif model.training and torch.is_grad_enabled(): check_in_graph(cores)
     # a checkpoint runs the layers again when the context is empty
     if model.training and any(m.gradient_checkpointing for m in tuner._checkpointed):
         return args, {**kwargs, KWARG: routed}
@@ -244,11 +269,14 @@ def routed_again(tuner, routed) -> dict: # adapter name → update
 def routing_of(tuner, names, args, kwargs) -> dict: # adapter name → update or None
     "The routing of this call: from the call itself, from the cache, or computed now."
     call, cache = _CALL.get(), kwargs.get("past_key_values")
+    named = {n: getattr(tuner.cores[n], "set_by_hand", None) for n in names}
     kept = call.routed if call is not None and call.routed is not None and set(names) <= call.routed.keys() else None
     if kept is None and cache is not None and hasattr(cache, "himalaya_routing") and cache.get_seq_length() > 0:
-        kept = cache.himalaya_routing
+        # whoever has named another task since means the tokens to come
+        kept = cache.himalaya_routing if cache.himalaya_routing.named == named else None
     if kept is None:
         kept = routed_now(tuner, names, call, args, kwargs)
+        kept.named = named
         if call is not None: call.routed = kept
     return kept.at(tuner, args, kwargs)
 

@@ -43,11 +43,12 @@ def apply(self: Update,
     y: Tensor, # (b, n, d_out) its output
 ) -> Tensor: # (b, n, d_out)
     """y + ΔW x, computed in x's dtype; `ValueError` if the batch is not the one that was routed. Of one
-    sequence without gradients it is written into y."""
+    sequence without gradients it is written into y, in y's dtype."""
     v = self.strength[site]
     check_routed(site, x, v)
     one = v.dim() == 2 and len(x) == 1 and not torch.is_grad_enabled()
-    held = self.folded.get(site) if one else None
+    # autocast gives y another type than x, and does not convert what is written in place
+    held, x = (self.folded.get(site), x.to(y.dtype)) if one else (None, x)
     if held is None or held[0].dtype != x.dtype:
         read, write, v = (t.to(x.dtype) for t in (self.read[site], self.write[site], v))
         if not one:

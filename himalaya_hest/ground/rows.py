@@ -25,6 +25,8 @@ class RowStack(nn.Module):
         if n != len(self.rows): self.rows = self.rows.new_zeros(n, self.rows.shape[1])
     def add(self, rows: Tensor) -> None: # (n, width)
         self.rows = torch.cat([self.rows, rows.detach().to(self.rows)])
+    def take_back(self) -> None: # the last one
+        self.rows = self.rows[:-1].clone()
     def __len__(self): return len(self.rows)
 
 def _as_many_rows(stack, state, prefix, *rest): # before a state is loaded

@@ -59,11 +59,9 @@ def pass_costs(
     rounds: int = 5,
 ) -> PassCosts:
     """What passes of a model cost, measured: process time, on a GPU the wall between synchronisations.
-    `ValueError` for contexts that the model is too short for."""
-    longest = getattr(model.config, "max_position_embeddings", None) or inf
-    if max(contexts) + n_tokens > longest:
-        raise ValueError(f"contexts {contexts} and a pass over {n_tokens} tokens are longer than the "
-                         f"{longest} that this model reads: give shorter contexts")
+    Contexts are at most as long as leaves room in the model for the largest pass."""
+    longest = (getattr(model.config, "max_position_embeddings", None) or inf) - n_tokens
+    contexts = tuple(sorted({min(c, longest) for c in contexts}))
     device, rows = next(model.parameters()).device, []
     clock = clock_of(device)
     for context in contexts:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..bridge.prompt import N_COUNTED, add_statistics, check_fitted
 from ..ground.rows import RowStack
 from ..ground.linalg import (
-    pack_upper, philox_signs, quantise_rows, unpack_upper)
+    full_precision, pack_upper, philox_signs, quantise_rows, unpack_upper)
 
 # %% ../../nbs/himalaya/03_router.ipynb #44596a10
 class View(nn.Module):
@@ -39,6 +39,7 @@ class View(nn.Module):
         self.means, self.scales = RowStack(k, dtype=torch.int8), RowStack(1)
         self.spreads = RowStack(1, dtype=torch.float32) if keeps_spread else None
         self._solved = self._own = None # what `solved` and `own_distances` give, and what that is of
+        self._before = None # the covariance before the last task
 
     def forward(self, x: Tensor) -> Tensor: # (b, width) standardised → (b, k)
         return x.float() @ self.signs
@@ -47,6 +48,7 @@ class View(nn.Module):
 @patch
 @torch.no_grad()
 def add(self: View, z: Tensor) -> None: # (n, k) of a task's prompts
+    self._before = self.factor.clone(), self.n_rows.clone()
     mean, n = z.mean(0, keepdim=True), float(self.n_rows)
     apart, total = z - mean, n + len(z)
     codes, scale = quantise_rows(mean)
@@ -56,6 +58,16 @@ def add(self: View, z: Tensor) -> None: # (n, k) of a task's prompts
     R = torch.linalg.qr(torch.cat([known, apart / total ** .5]), mode="r").R
     self.factor.copy_(pack_upper(R))
     self.n_rows += len(z)
+
+@patch
+@torch.no_grad()
+def take_back(self: View) -> None:
+    "Forget the last task. Where another process added it, its prompts stay in the covariance."
+    for rows in (self.means, self.scales, self.spreads):
+        if rows is not None: rows.take_back()
+    if self._before is None: return
+    for t, old in zip((self.factor, self.n_rows), self._before): t.copy_(old)
+    self._before = None
 
 # %% ../../nbs/himalaya/03_router.ipynb #cfb89365
 def covariance(
@@ -79,7 +91,7 @@ def inverse_root(
 # %% ../../nbs/himalaya/03_router.ipynb #7d8ebb41
 def _solve(view): # anew
     W, logdet = inverse_root(view)
-    return W, logdet, (view.means.rows.float() * view.scales.rows) @ W
+    with full_precision(W): return W, logdet, (view.means.rows.float() * view.scales.rows) @ W
 
 @torch.no_grad()
 def solved(
@@ -137,6 +149,10 @@ class Router(nn.Module):
     def add(self, e: Tensor, tau: Tensor) -> None: # each (n, d) of a task's prompts
         "A task more."
         for view, z in zip((self.content, self.instruction), self.features(e, tau)): view.add(z)
+
+    def take_back(self) -> None:
+        "As if the last task had not been added."
+        for view in (self.content, self.instruction): view.take_back()
 
 # %% ../../nbs/himalaya/03_router.ipynb #b3524e48
 def joint_scores(

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from ..ground.rows import RowStack
-from ..ground.linalg import unit
+from ..ground.linalg import full_precision, unit
 from ..ground.quant import dequantise_groups, quantise_groups
 from .coordinates import Frames
 from ..bridge.update import check_routed, Update
@@ -202,7 +202,7 @@ def widened(self: TaskCores,
     row, held = self.finished.rows[task], self._widened
     if held is None or not torch.equal(held[0], row):
         # tensors made in inference mode could not be used outside of it
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), full_precision(row):
             of = task_factors(self, self.kept(torch.tensor([task], device=row.device)))
         held = self._widened = row.clone(), of
     return held[1]

@@ -128,6 +128,8 @@ def train(self: ContinualTrainer, *args, **kwargs):
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #2d0945ac
 def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, stop):
     "The encoded rows of a new task, and the task without its held-back rows."
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"the name of a task is a text, got {name!r}")
     if name in trainer.tasks:
         raise ValueError(f"task {name!r} was learned already: a stream has each name once")
     encoded = encode_rows(name, rows, trainer.processing_class, instruction,

@@ -71,14 +71,27 @@ def learn(self: Lesson,
             learn_task(t.adapter, context, self.loader, len(self.loader()), self.training,
                        t.accelerator, state, self.on_step)
             return self.finish()
+    except BaseException:
+        self.drop()
+        raise
     finally: self.bar.close()
+
+@patch
+def drop(self: Lesson) -> None:
+    "As if the task had not been asked for; its checkpoints stay."
+    t = self.trainer
+    tasks_begun(t.model).remove(self.task.name)
+    del t.tasks[self.task.name]
+    t.position.begun, t.state.global_step = None, self.first_step
+    t.position.global_step = self.first_step
 
 @patch
 def begin(self: Lesson, state) -> TaskContext:
     "Where the trainer's counters stand, and what hooks are told."
     t, name = self.trainer, self.task.name
     done = state.step if state else 0
-    t.state.max_steps = t.state.global_step - done + self.n_steps
+    self.first_step = t.state.global_step - done
+    t.state.max_steps = self.first_step + self.n_steps
     t.state.compute_steps(t.args, t.state.max_steps)
     t.position.begun = self.mark
     # a task that begins draws from a seed of its own, whatever came before it

@@ -66,11 +66,11 @@ def asked_as(
     adapter: Adapter,
     name: str, # of a task
 ):
-    "Inside, an adapter that finds no task by itself takes this one."
-    if _finds_tasks(adapter): yield; return
+    "Inside, an adapter finds the task of each prompt, or takes this one where it finds none by itself."
+    if not hasattr(adapter.tuner, "set_task"): yield; return
     core = adapter.tuner.core()
     before = core.set_by_hand
-    adapter.tuner.set_task(name)
+    adapter.tuner.set_task(None if _finds_tasks(adapter) else name)
     try: yield
     finally: core.set_by_hand = before
 
