@@ -86,7 +86,7 @@ def _settings(record):
     for k, v in record["config"].items():
         if k not in _STORED:
             out |= {f"{k}.{x}": y for x, y in v.items()} if isinstance(v, dict) else {k: v}
-    return out
+    return out | dict(version=json.dumps(record.get("method_versions", {})))
 
 # %% ../../nbs/compare/01_pairs.ipynb #1e75b72b
 def _usual(record):
@@ -115,9 +115,12 @@ def told_apart(
     pairs: list[tuple], # theirs
 ) -> list[str]: # nothing for each where no pair occurs twice
     "What to add to the name of each run of a method."
-    if len(set(pairs)) == len(pairs): return [""] * len(runs)
-    settings, usual = [_settings(r) for r in runs], [_usual(r) for r in runs]
+    settings = [_settings(r) for r in runs]
     differ = _differing(settings)
+    if len(set(pairs)) == len(pairs):
+        # what is trained otherwise is no other pair of the same
+        differ = [k for k in differ if k.startswith("training.") or k == "version"]
+    usual = [_usual(r) if differ else {} for r in runs]
     for keys in ([k for k in differ if not _is_measured(k)], differ):
         names = [
             "".join(f", {k} {s[k]}" for k in keys if u.get(k, s) != s[k])

@@ -7,17 +7,17 @@ __all__ = ['KEYS', 'KEPT', 'OF_TASK', 'ORDER', 'load_grid', 'combinations', 'nam
            'reports_folder', 'read_json', 'run_state', 'states_table']
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #2287ca28
+import copy
 import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from ..ground.spelling import nearest
 from ..running.resolve import resolve
 from ..ground.table import Table
 from ..measures.records import read_record
+from ..streams.stream import read_yaml
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #bd0ac112
 KEYS = ("name", "base", "axes", "pairs")
@@ -64,10 +64,10 @@ def load_grid(
     path: str | Path, # of a YAML file
 ) -> dict: # name, base, axes, pairs
     "Read a grid file; `ValueError` names what is wrong in it."
-    try: grid = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as e: raise ValueError(f"grid file {path} cannot be read: {e.strerror}") from e
-    except (UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ValueError(f"grid file {path} cannot be read: {e}") from e
+    if not Path(path).exists():
+        raise ValueError(f"grid file {path} cannot be read: No such file or directory")
+    try: grid = read_yaml(path)
+    except ValueError as e: raise ValueError(f"grid file {e}") from e
     _check_keys(path, grid)
     _check_axes(path, grid.get("axes"))
     for pairs in (grid.get("pairs"), *(a.get("pairs") for a in grid["axes"])):
@@ -90,7 +90,11 @@ def combinations(
                 *outer, inner = name.split(".")
                 within = run
                 for key in outer: within = within.setdefault(key, {})
-                within[inner] = value
+                # a file may name one dictionary in two places
+                within[inner] = copy.deepcopy(value)
+            if repeated and (said := {"seed", "order_seed"} & run.keys()):
+                raise ValueError(f"pairs: {repeated} sets seed and order_seed, and so does "
+                                 f"{min(said)}: {run[min(said)]}; leave one of them out")
             # a run that gives its seed has its place among the pairs by it
             for i in range(repeated or 1):
                 if pairs is None or max(i, run.get("seed", 0)) < pairs:

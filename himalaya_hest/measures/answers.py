@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_EXPONENT', 'MAX_BITS', 'NO_ANSWER', 'expression_of', 'expression_value', 'normalise_answer', 'is_no_answer',
-           'token_f1', 'normalise_label', 'confusion_counts', 'label_accuracy', 'parse_entities', 'entity_f1']
+           'token_f1', 'normalise_label', 'check_references', 'confusion_counts', 'label_accuracy', 'parse_entities',
+           'entity_f1']
 
 # %% ../../nbs/measures/02_answers.ipynb #42f6d41e
 import ast
@@ -59,6 +60,12 @@ def expression_of(
     try: return _walk(ast.parse(text, mode="eval").body, text)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError): return None
 
+# %% ../../nbs/measures/02_answers.ipynb #16a5b77d
+def _check_expressions(references): # no prediction could ever meet one without a value
+    for i, refs in enumerate(references):
+        if any(expression_of(r) is None for r in refs):
+            raise ValueError(f"reference {refs} of row {i} is no arithmetic expression with a value")
+
 # %% ../../nbs/measures/02_answers.ipynb #55d22517
 def expression_value(
     predictions: list[str], # generated expressions
@@ -69,12 +76,7 @@ def expression_value(
     """Share of generated arithmetic expressions whose value equals a reference's. Raises ValueError
     for a reference without a value."""
     predictions, references = checked_rows(predictions, references)
-    # no prediction could ever meet a reference without a value
-    for i, refs in enumerate(references):
-        if any(expression_of(r) is None for r in refs):
-            raise ValueError(
-                f"reference {refs} of row {i} is no arithmetic expression with a value"
-            )
+    _check_expressions(references)
     # two expressions without a value are not equal
     values = [expression_of(p) for p in predictions]
     hits = sum(
@@ -189,6 +191,16 @@ def _known_labels(labels, references):
         if normalise_label(refs[0]) not in known:
             raise ValueError(f"reference label {refs[0]!r} of row {i} is none of {known}")
     return known
+
+# %% ../../nbs/measures/02_answers.ipynb #18652fdc
+def check_references(
+    metric: str, # a name in text_metrics.METRICS
+    references: list[tuple[str, ...]], # accepted answers of each row
+    labels=None, # label texts, as the metric takes them
+) -> None:
+    "`ValueError` for what a metric could not judge by, which should be known before any training."
+    if metric == "label_accuracy": _known_labels(labels, references)
+    if metric == "expression_value": _check_expressions(references)
 
 # %% ../../nbs/measures/02_answers.ipynb #0a57bb09
 def confusion_counts(

@@ -202,9 +202,14 @@ def _from_safetensors(name, revision, held):
     # who loads a small folder does not wait for it
     small = path and sum(p.stat().st_size for p in path.glob("*.safetensors")) < 2e8
     with without_bars() if small else contextlib.nullcontext():
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path or name), trust_remote_code=False, use_safetensors=True, **at, **held
+        model, told = AutoModelForCausalLM.from_pretrained(
+            str(path or name), trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True, **at, **held
         )
+    # transformers draws numbers for what a file lacks, others each time
+    if lacks := sorted(told["missing_keys"]):
+        raise LookupError(f"it lacks {len(lacks)} tensors of {type(model).__name__}, "
+                          f"{lacks[0]} among them")
     return model, backbone_digest(model, path)
 
 def _tell(dtype, model):

@@ -85,7 +85,8 @@ from dataclasses import asdict, fields
 
 from torch import Tensor
 
-from ..adapters.registry import Adapter, adapter_tensors, load_adapter_tensors
+from ..adapters.registry import (
+    Adapter, adapter_tensors, load_adapter_tensors, method_versions)
 from himalaya_hest.ground.processes import (
     is_main_process, num_processes, on_main, tensors_from_main,
 )
@@ -167,7 +168,8 @@ def save_run(
     p.in_task, p.kernels = state.meta() if state else None, kernels_of(run)
     p.n_checkpoints += 1
     if not is_main_process(): return
-    meta = dict(position=asdict(p) | dict(wall_s=run.wall_s()), world=_held_to(run.world))
+    meta = dict(position=asdict(p) | dict(wall_s=run.wall_s()), world=_held_to(run.world),
+                method_versions=method_versions(run.config.adapter))
     save_checkpoint(
         run.folder/"checkpoints", p.n_checkpoints, state_tensors(run.adapter, state), meta)
     write_progress(run)
@@ -230,6 +232,11 @@ def restore_run(
             f"{run.folder}: the data, the stream's file or the backbone changed "
             "since this run began; restore them, or begin anew under another run_id"
         )
+    here = method_versions(run.config.adapter)
+    if (there := meta.get("method_versions", here)) != here:
+        raise ValueError(f"{run.folder}: it was begun with version {there} of the method, and this "
+                         f"package has {here}, which computes something else: go on with that one, or "
+                         "begin anew under another run_id")
     run.position = _position_of(meta["position"], run)
     state = restore_tensors(run.adapter, tensors, run.position.in_task)
     log.info("resumed at task %d, step %d", run.position.task, run.position.global_step)

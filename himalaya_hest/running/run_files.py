@@ -18,7 +18,7 @@ from ..adapters.names import adapter_names
 from ..ground.spelling import nearest
 from .parameters import GROUPS, RunConfig, said_of
 from .resolve import resolve
-from ..streams.stream import stream_names
+from ..streams.stream import read_yaml, stream_names
 
 # %% ../../nbs/running/06_run_files.ipynb #d307579a
 def notebook_parameters(
@@ -63,11 +63,10 @@ def save_config(config: RunConfig, path: str | Path) -> None:
 
 # %% ../../nbs/running/06_run_files.ipynb #8347c867
 def _read(path):
-    import yaml
-    try: values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as e: raise ValueError(f"run file {path} cannot be read: {e.strerror}") from e
-    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as e:
-        raise ValueError(f"run file {path} cannot be read: {e}") from e
+    if not Path(path).exists():
+        raise ValueError(f"run file {path} cannot be read: No such file or directory")
+    try: values = read_yaml(path)
+    except ValueError as e: raise ValueError(f"run file {e}") from e
     if not isinstance(values, dict):
         raise ValueError(
             f"run file {path} holds {type(values).__name__}, expected names and values"
@@ -147,20 +146,20 @@ def check_words(
 def read_arguments(
     arguments: list, # run files, laid over one another, and name=value with dots for nested ones
 ) -> dict: # parameters
-    """The parameters that a command line names; nothing behind the = is an empty text, `null` is
-    None."""
+    """The parameters that a command line names, those of files first, whatever their order; nothing
+    behind the = is an empty text, `null` is None."""
     import yaml
     # a shell's slips are told before a file is looked for
     check_words(arguments)
     out = {}
-    for a in arguments:
-        name, is_value, text = a.partition("=")
-        if not is_value:
-            out |= _read(a)
-            continue
+    for path in (a for a in arguments if "=" not in a):
+        for name, value in _read(path).items():
+            laid = isinstance(value, dict) and isinstance(out.get(name), dict)
+            out[name] = out[name] | value if laid else value
+    for name, _, text in (a.partition("=") for a in arguments if "=" in a):
         value = yaml.safe_load(text) if text else ""
         group, dot, key = name.partition(".")
-        if dot: out.setdefault(group, {})[key] = value
+        if dot: out[group] = (out.get(group) or {}) | {key: value}
         else: out[name] = value
     return out
 

@@ -54,9 +54,9 @@ def held_by(
         try: os.kill(lease.owner.pid, 0)
         except (ProcessLookupError, AttributeError): return ""
         except PermissionError: pass # somebody else's process, but there
-        return who
+    # who holds it gives signs of life, also of a process: numbers come again after a restart
     with suppress(OSError):
-        if time.time() - path.stat().st_mtime < 2 * lease_s: return who
+        if abs(time.time() - path.stat().st_mtime) < 2 * lease_s: return who
     return ""
 
 # %% ../../nbs/running/13_run_lock.ipynb #d6b2d070

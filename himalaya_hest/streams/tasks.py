@@ -17,12 +17,22 @@ from fastcore.basics import patch
 
 from .templates import as_text, brief, fill, parse_template, resolve, spelled
 
+# %% ../../nbs/streams/02_tasks.ipynb #80714cb6
+_TRUE, _FALSE = {"yes", "true", "y"}, {"no", "false", "n"}
+
+def _contradicts(value, labels): # does the label at the place of a truth value say the other one?
+    said = labels[value].strip().casefold() if len(labels) == 2 else ""
+    return said in (_FALSE if value else _TRUE)
+
 # %% ../../nbs/streams/02_tasks.ipynb #763c2a02
 def label_text(
     value, # the cell: position, truth value or text
     labels: tuple, # label texts, in order of the numbers
 ) -> str:
-    "The text of a label; `LookupError` for a label that does not exist."
+    "The text of a label; `LookupError` for one that does not exist, or that its position contradicts."
+    if isinstance(value, bool) and _contradicts(value, labels):
+        raise LookupError(f"label {value} would be {labels[value]!r} by its position in {list(labels)}: "
+                          "give the labels in the order false, true")
     if isinstance(value, str):
         match = [l for l in labels if l.strip().casefold() == value.strip().casefold()]
         if match: return match[0]
