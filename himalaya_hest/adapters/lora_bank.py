@@ -351,6 +351,8 @@ class BankHooks(StreamHooks):
         for now, shelf in zip(live(bank), (bank.shelf_a, bank.shelf_b)):
             for w, x in now.items(): shelf[w].put(int(self.core.current), x)
         self.core.current.fill_(-1)
+    def on_task_failed(self):
+        if self.core.begun(): self.core.take_back()
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #f202a33d
 def bank_bytes(

@@ -7,6 +7,7 @@ __all__ = ['hooks_of', 'tasks_begun', 'next_index', 'share_of', 'Driven', 'learn
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #899df379
 import contextlib
+import weakref
 from collections.abc import Iterable
 from functools import partial
 
@@ -113,10 +114,10 @@ def _check_loader(loader, n_steps):
         raise ValueError(
             f"loader is a {type(loader).__name__}, which can be read only once, and hooks read "
             "the rows before the first step and after the last: give a DataLoader or a list")
-    if n_steps is None and not hasattr(loader, "__len__"):
+    if n_steps is not None: return
+    if not hasattr(loader, "__len__"):
         raise ValueError("loader has no length: say with n_steps how many steps this task gets")
-    if hasattr(loader, "__len__") and not len(loader):
-        raise ValueError("loader has no batches, and a task is learned from some")
+    if not len(loader): raise ValueError("loader has no batches, and a task is learned from some")
 
 def _check_processes():
     "`ValueError` in one of several processes."
@@ -147,18 +148,20 @@ def hooked(self: Driven, optimizer: torch.optim.Optimizer):
         for h in handles: h.remove()
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #dcd56dc1
+_LEARNS = weakref.WeakKeyDictionary() # model → task, which a copy of it does not learn
+
 @contextlib.contextmanager
-def _one_at_a_time(model, name):
+def _one_at_a_time(model, name, hooks):
     "`ValueError` within another; a task that fails does not count."
-    if (other := model.__dict__.get("_learns")) is not None:
+    if (other := _LEARNS.get(model)) is not None:
         raise ValueError(f"task {other!r} of this model is being learned: leave its block first")
-    n = len(tasks_begun(model))
-    model.__dict__["_learns"] = name
+    n, _LEARNS[model] = len(tasks_begun(model)), name
     try: yield
     except BaseException:
         del tasks_begun(model)[n:]
+        hooks.on_task_failed()
         raise
-    finally: del model.__dict__["_learns"]
+    finally: del _LEARNS[model]
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #3482f9a8
 @contextlib.contextmanager
@@ -172,14 +175,14 @@ def learning(
     hooks: StreamHooks | None = None, # None: those of the model's adapter
 ):
     """Makes of the training loop inside one task of a stream: its hooks run around each step of
-    `optimizer`, and their terms are in `out.loss`. Ends with the model in evaluation mode; a task
-    whose loop raises is not ended, and the next one takes its place. Raises ValueError for an
+    `optimizer`, and their terms are in `out.loss`. Ends with the model in evaluation mode; of a
+    task whose loop raises nothing is kept. Raises ValueError for an
     optimiser that lacks a parameter, a loader that can be read only once, within another block of
     the same model and in one of several processes; RuntimeError where no step was made."""
     optimizer, hooks = _inner(optimizer), hooks or hooks_of(model)
     _check_processes(); _check_optimizer(model, optimizer); _check_loader(loader, n_steps)
     steps, driven = len(loader) if n_steps is None else n_steps, Driven(model, hooks)
-    with _one_at_a_time(model, name):
+    with _one_at_a_time(model, name, hooks):
         index = next_index(model, hooks)
         tasks_begun(model).append(name)
         hooks.on_task_start(TaskContext(name, index, steps, loader, instruction))

@@ -15,6 +15,8 @@ from importlib.resources import files
 import torch
 from torch import Tensor, nn
 
+from ..ground.linalg import full_precision
+
 # %% ../../nbs/bridge/04_prompt.ipynb #949295a9
 @dataclass
 class Call:
@@ -99,7 +101,8 @@ def masked_mean(
         rows = (total.squeeze(1) <= 0).nonzero().squeeze(1).tolist()
         raise ValueError(f"rows {rows[:8]} of the batch have no token to read: their prompt or instruction mask is "
                          "empty; every row needs at least one")
-    return torch.bmm((w / total)[:, None], embeddings.float()).squeeze(1)
+    with full_precision(w):
+        return torch.bmm((w / total)[:, None], embeddings.float()).squeeze(1)
 
 # %% ../../nbs/bridge/04_prompt.ipynb #d4c06e1b
 N_COUNTED = 4096 # token ids whose frequency is kept, where there are as many

@@ -128,7 +128,8 @@ def refuse_trained_table(config, model) -> None:
     "`ValueError` where the input embeddings, by which prompts are read, would be trained."
     table = model.get_input_embeddings()
     name = next(n for n, m in model.named_modules() if m is table)
-    if any(f".{name}".endswith(f".{end}") for end in config.modules_to_save or ()):
+    # as PEFT looks for modules
+    if any(name.endswith(end) for end in config.modules_to_save or ()):
         raise ValueError(
             f"this adapter reads prompts by {name}, which modules_to_save would train: what was kept "
             "of earlier tasks would not fit any more. Leave it out of modules_to_save")
@@ -217,7 +218,8 @@ def check_in_graph(cores: list[RoutedCore]) -> None:
     for core in cores:
         begun = core.begun()
         if begun is not None and any(p.requires_grad for p in core.parameters()):
-            torch._assert_async(begun, NO_TASK)
+            # a device keeps messages short
+            torch._assert_async(begun, NO_TASK.partition(",")[0])
 
 # %% ../../nbs/bridge/10_routed.ipynb #d51d9405
 def before_forward(tuner, model, args, kwargs):
@@ -272,8 +274,9 @@ def routing_of(tuner, names, args, kwargs) -> dict: # adapter name → update or
     named = {n: getattr(tuner.cores[n], "set_by_hand", None) for n in names}
     kept = call.routed if call is not None and call.routed is not None and set(names) <= call.routed.keys() else None
     if kept is None and cache is not None and hasattr(cache, "himalaya_routing") and cache.get_seq_length() > 0:
-        # whoever has named another task since means the tokens to come
-        kept = cache.himalaya_routing if cache.himalaya_routing.named == named else None
+        # whoever has named another task since means the tokens to come; whoever names none goes on
+        if not any(v is not None for v in named.values()) or cache.himalaya_routing.named == named:
+            kept = cache.himalaya_routing
     if kept is None:
         kept = routed_now(tuner, names, call, args, kwargs)
         kept.named = named

@@ -68,6 +68,8 @@ class StreamHooks:
         return 0
     def on_task_end(self, loader: Iterable[dict]) -> None:
         "After the last step of a task; `loader` reads that task's training rows once more."
+    def on_task_failed(self) -> None:
+        "The loop of a task raised: nothing of it is to be kept."
     def state_dict(self) -> dict[str, Tensor]:
         "Tensors only: what a checkpoint must hold beyond the adapter's own parameters."
         return {}
@@ -112,6 +114,7 @@ class HookList(StreamHooks):
     def should_stop(self): return any([h.should_stop() for h in self.hooks])
     def next_index(self): return max((h.next_index() for h in self.hooks), default=0)
     def on_task_end(self, loader): [h.on_task_end(loader) for h in self.hooks]
+    def on_task_failed(self): [h.on_task_failed() for h in self.hooks]
 
 # %% ../../nbs/ground/05_hooks.ipynb #13456ccd
 def _prefixes(hooks): return tuple(f"{i}.{type(h).__name__}." for i, h in enumerate(hooks))

@@ -101,15 +101,15 @@ def learn_acceptance(
     batch_size: int = 256,
 ) -> Acceptance:
     "Fit the controller by log loss; the global random state is left alone."
-    drawn = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng():
+    drawn = torch.Generator("cpu").manual_seed(seed)
+    with torch.random.fork_rng(), torch.device("cpu"):
         torch.manual_seed(seed)
-        acceptance = Acceptance().to("cpu", torch.float32)
+        acceptance = Acceptance().float()
     # what was made without gradients can be learned from as a copy
     x, y = x.clone(), y.clone()
     optimizer = torch.optim.AdamW(acceptance.parameters(), lr=3e-3, weight_decay=.01)
     for _ in range(n_epochs):
-        for rows in torch.randperm(len(x), generator=drawn).split(batch_size):
+        for rows in torch.randperm(len(x), generator=drawn, device="cpu").split(batch_size):
             loss = nn.functional.binary_cross_entropy_with_logits(acceptance(x[rows]), y[rows])
             optimizer.zero_grad(); loss.backward(); optimizer.step()
     return acceptance.requires_grad_(False).eval()

@@ -15,6 +15,7 @@ from math import inf
 
 import torch
 from fastcore.basics import patch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .int8 import PRODUCTS, RoundedWeight, fastest, plain_weight, quantised
@@ -179,11 +180,16 @@ def in_eight_bits(
 ) -> Iterator[int]: # bytes of the rounded weights, beside the model's own
     """Every linear layer of the model in int8, its head among them, until the block ends; for
     serving. Weights are rounded once, on entering: what is written into them later is not seen.
-    `ValueError` for a model that is compiled, not on a CPU or without `nn.Linear`."""
+    `ValueError` for a model that is compiled, not on a CPU or without `nn.Linear`, and for a merged
+    adapter."""
     if hasattr(model, "_orig_mod"):
         raise ValueError(
             "in_eight_bits cannot reach into a compiled model: give the one it was made of")
     inner = language_model(model, "in_eight_bits")
+    if any(getattr(m, "merged", False) for m in inner.modules() if isinstance(m, BaseTunerLayer)):
+        raise ValueError(
+            "an adapter is merged into the weights, which in_eight_bits would round with it, so that "
+            "it could not be unmerged: unmerge_adapter() first, or merge_and_unload() for good")
     found = list(linears_by_input(inner))
     check_linears(inner, found)
     product = with_activations if activations else weight_only

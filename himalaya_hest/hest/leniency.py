@@ -38,6 +38,6 @@ def learn_leniency(
         with fewer_passes(model, table, acceptance, costs, **lossy) as told:
             for ids in prompts:
                 model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                               max_new_tokens=max_new_tokens, pad_token_id=0, **how)
+                               max_new_tokens=max_new_tokens, **dict(pad_token_id=0) | how)
         found[epsilon] = told.share
     return found

@@ -41,6 +41,10 @@ def _shallow(layer, told):
         if told["full_depth"] is not None:
             out = plain(hidden_states, attention_mask=attention_mask, **named)
             return torch.where(told["full_depth"][..., None], out, hidden_states)
+        if layer.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                "shallow_prompt learns from a forward that is given labels, and this one is not, so that "
+                "nobody knows where the prompt ends: call model(**batch) with labels")
         cache, n = named.get("past_key_values"), hidden_states.shape[1]
         if n == 1 or cache is None or cache.get_seq_length(layer.self_attn.layer_idx):
             return plain(hidden_states, attention_mask=attention_mask, **named)

@@ -133,7 +133,8 @@ class Kept:
     kept: int = 0 # of those, tokens whose keys were there already
     def begin(self, ids, mask): # (b, n) token ids, and None or a mask
         self.prompts += len(ids)
-        self.tokens += int(mask.sum()) if mask is not None and mask.dim() == 2 else ids.numel()
+        plain = torch.is_tensor(mask) and mask.dim() == 2 # some models have a mask for each kind of layer
+        self.tokens += int(mask.sum()) if plain else ids.numel()
     def __repr__(self):
         if not self.prompts: return "no prompt was read"
         return (f"{self.prompts} prompts of {self.tokens} tokens, of which {self.kept} "

@@ -39,7 +39,7 @@ class View(nn.Module):
         self.means, self.scales = RowStack(k, dtype=torch.int8), RowStack(1)
         self.spreads = RowStack(1, dtype=torch.float32) if keeps_spread else None
         self._solved = self._own = None # what `solved` and `own_distances` give, and what that is of
-        self._before = None # the covariance before the last task
+        self._before = None # the covariance before the last task, and of what write that was
 
     def forward(self, x: Tensor) -> Tensor: # (b, width) standardised → (b, k)
         return x.float() @ self.signs
@@ -48,7 +48,7 @@ class View(nn.Module):
 @patch
 @torch.no_grad()
 def add(self: View, z: Tensor) -> None: # (n, k) of a task's prompts
-    self._before = self.factor.clone(), self.n_rows.clone()
+    before = self.factor.clone(), self.n_rows.clone()
     mean, n = z.mean(0, keepdim=True), float(self.n_rows)
     apart, total = z - mean, n + len(z)
     codes, scale = quantise_rows(mean)
@@ -58,15 +58,18 @@ def add(self: View, z: Tensor) -> None: # (n, k) of a task's prompts
     R = torch.linalg.qr(torch.cat([known, apart / total ** .5]), mode="r").R
     self.factor.copy_(pack_upper(R))
     self.n_rows += len(z)
+    # inference mode does not count writes
+    self._before = None if self.factor.is_inference() else (before, self.factor, self.factor._version)
 
 @patch
 @torch.no_grad()
 def take_back(self: View) -> None:
-    "Forget the last task. Where another process added it, its prompts stay in the covariance."
+    "Forget the last task. What a file or a checkpoint brought of it stays in the covariance."
     for rows in (self.means, self.scales, self.spreads):
         if rows is not None: rows.take_back()
-    if self._before is None: return
-    for t, old in zip((self.factor, self.n_rows), self._before): t.copy_(old)
+    before, of, version = self._before or (None, None, 0)
+    if of is self.factor and of._version == version:
+        for t, old in zip((self.factor, self.n_rows), before): t.copy_(old)
     self._before = None
 
 # %% ../../nbs/himalaya/03_router.ipynb #cfb89365
@@ -114,7 +117,7 @@ def log_likelihoods(
 ) -> tuple[Tensor, Tensor]: # (b, tasks), and (b, 1) of generic text; both without the same constant
     "How well each task, and generic text, explains what was read."
     W, logdet, means = solved(view)
-    tasks = -.5 * (torch.cdist(z @ W, means).square() + logdet)
+    with full_precision(z): tasks = -.5 * (torch.cdist(z @ W, means).square() + logdet)
     return tasks, -.5 * z.square().sum(1, keepdim=True)
 
 # %% ../../nbs/himalaya/03_router.ipynb #993429e3
@@ -143,8 +146,9 @@ class Router(nn.Module):
     ) -> tuple[Tensor, Tensor]: # (b, n_features), (b, n_features / 2)
         "What is compared; `RuntimeError` without statistics of generic text."
         if not torch.compiler.is_compiling(): check_fitted(self, "router")
-        content = self.content((e - self.e_mean) / self.e_scale)
-        return content, self.instruction((tau - self.t_mean) / self.t_scale)
+        with full_precision(e):
+            content = self.content((e - self.e_mean) / self.e_scale)
+            return content, self.instruction((tau - self.t_mean) / self.t_scale)
 
     def add(self, e: Tensor, tau: Tensor) -> None: # each (n, d) of a task's prompts
         "A task more."

@@ -62,7 +62,8 @@ def name_row(
     name: str, # of a task
 ) -> Tensor: # (1, NAME_BYTES) uint8
     "A name in UTF-8, filled up with zeros; `ValueError` for what is none, or too long."
-    if not isinstance(name, str) or not 1 <= len(name.encode()) <= NAME_BYTES:
+    fits = isinstance(name, str) and "\0" not in name and 1 <= len(name.encode()) <= NAME_BYTES
+    if not fits:
         raise ValueError(f"the name of a task is a text of 1 to {NAME_BYTES} bytes, got {name!r}")
     return torch.tensor([[*name.encode().ljust(NAME_BYTES, b"\0")]], dtype=torch.uint8)
 
@@ -144,7 +145,7 @@ class HimalayaCore(RoutedCore):
     @torch.no_grad()
     def take_back(self) -> None:
         "Forget a task that was begun and not ended."
-        log.warning("the task %r was begun and not ended: it is dropped", task_names(self)[-1])
+        log.warning("task %r was begun and did not end: nothing of it is kept", task_names(self)[-1])
         self.names.take_back()
         if self.router.content.k: self.router.take_back()
         self.current.fill_(-1)
@@ -158,7 +159,7 @@ def trim(core, state, prefix, metadata): # after a state is taken
 
 def fill(core, state, prefix, *rest): # before a state is loaded
     "Zeros in the place of what was trimmed; a task that was set by hand was one of those before."
-    core.set_by_hand = None
+    if prefix + "names.rows" in state: core.set_by_hand = None
     for n in _LIVE:
         given, own = state.get(prefix + n), core.get_parameter(n)
         if given is None or len(given) or given.shape[1:] != own.shape[1:]: continue
@@ -249,6 +250,8 @@ class HimalayaHooks(StreamHooks):
     def on_task_end(self, loader):
         self.core.tasks.keep()
         self.core.current.fill_(-1)
+    def on_task_failed(self):
+        if self.core.begun(): self.core.take_back()
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #8061cf60
 MAX_RANK, MAX_COORDINATES = 256, 2**16
@@ -299,7 +302,9 @@ def count_faults(
 ) -> list[str]:
     "Other numbers of names and means than of tasks, finished and in training."
     held = len(state["tasks.finished.rows"]) + int(state["current"] >= 0)
-    rows = ("names.rows", "router.content.means.rows", "router.instruction.means.rows")
+    means = ("router.content.means.rows", "router.instruction.means.rows")
+    # without features there are none
+    rows = ("names.rows", *(n for n in means if state[n].shape[1]))
     return [f"{n} has {len(state[n])} rows, and {held} tasks are held" for n in rows
             if len(state[n]) != held]
 

@@ -12,7 +12,8 @@ import contextlib
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer, LoraModel
-from peft.utils import ModulesToSaveWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn, Tensor
 
 from ..adapters.lora_bank import Keys, LoraBankModel
@@ -191,11 +192,19 @@ def adapter_refusal(model: PeftModel) -> str | None:
             f"the adapters {model.active_adapters} are active at once: export one, after "
             "set_adapter"
         )
-    if any(isinstance(m, ModulesToSaveWrapper) for m in model.modules()):
+    if any(isinstance(m, AuxiliaryTrainingWrapper) for m in model.modules()):
         return (
-            "the adapter trained whole modules of the backbone (modules_to_save), which "
-            "the step at its sites does not hold"
+            "the adapter trained modules or tokens of the backbone (modules_to_save, "
+            "trainable_token_indices), which the step at its sites does not hold"
         )
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    if any(not isinstance(m, tuner.tuner_layer_cls) for m in layers):
+        return (
+            "another adapter lies in the backbone, which the step does not hold: merge it into the "
+            "weights first"
+        )
+    if any(m.disable_adapters for m in layers):
+        return "the adapter is disabled: enable_adapter_layers() first, or export the backbone alone"
     # these have a form; whether they are in a state to be exported is another question
     if isinstance(tuner, (HimalayaModel, LoraBankModel)): return routed_refusal(tuner)
     if isinstance(tuner, ReftModel) or _is_paired(tuner): return None

@@ -68,18 +68,20 @@ def learn(self: Lesson,
     try:
         with no_waiting_bars(t.args.disable_tqdm):
             self.event("on_train_begin")
-            learn_task(t.adapter, context, self.loader, len(self.loader()), self.training,
-                       t.accelerator, state, self.on_step)
+            try:
+                learn_task(t.adapter, context, self.loader, len(self.loader()), self.training,
+                           t.accelerator, state, self.on_step)
+            except BaseException:
+                self.drop()
+                raise
             return self.finish()
-    except BaseException:
-        self.drop()
-        raise
     finally: self.bar.close()
 
 @patch
 def drop(self: Lesson) -> None:
     "As if the task had not been asked for; its checkpoints stay."
     t = self.trainer
+    t.adapter.hooks.on_task_failed()
     tasks_begun(t.model).remove(self.task.name)
     del t.tasks[self.task.name]
     t.position.begun, t.state.global_step = None, self.first_step
@@ -137,15 +139,17 @@ def save(self: Lesson, state=None) -> None:
 def finish(self: Lesson) -> TrainOutput:
     "Score what is held back, note it, and move on."
     t, name = self.trainer, self.task.name
-    scores = t.scored([task for task in t.tasks.values() if task.held_back is not None])
+    scores = {}
+    try: scores = t.scored([task for task in t.tasks.values() if task.held_back is not None])
+    finally:
+        # from here on the task counts as learned, for a checkpoint too, and also without scores
+        t.position.learned.append(self.mark)
+        t.position.scores.append(scores)
+        t.position.begun = None
     loss = sum(self.losses) / len(self.losses) if self.losses else float("nan")
     metrics = dict(train_loss=loss, train_runtime=time.monotonic() - self.started)
     metrics |= {f"eval_{n}": m["score"] for n, m in scores.items()}
     if name in scores: self.bar.set_postfix_str(f"loss {loss:.3g}, score {scores[name]['score']:.3f}")
-    # from here on the task counts as learned, for a checkpoint too
-    t.position.learned.append(self.mark)
-    t.position.scores.append(scores)
-    t.position.begun = None
     t.tell_card()
     t.log(dict(metrics))
     if scores: self.event("on_evaluate", metrics=metrics)
