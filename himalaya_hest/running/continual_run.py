@@ -131,7 +131,8 @@ def _take_threads(run):
 
 # %% ../../nbs/running/23_continual_run.ipynb #09bc8413
 def _references(data): # of the last evaluation, which may have more rows than those between
-    return () if data.final is None else tuple(map(tuple, data.final["references"]))
+    rows = [] if data.final is None else data.final.to_list()
+    return tuple(tuple(row["references"]) for row in rows)
 
 def _check_references(run):
     "`ValueError` for a task whose answers could not be judged, named before anything is trained."
