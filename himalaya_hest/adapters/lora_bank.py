@@ -10,8 +10,7 @@ __all__ = ['nearest_scale', 'on_grid', 'Shelf', 'BankSettings', 'Spread', 'Bank'
 # %% ../../nbs/adapters/04_lora_bank.ipynb #f7e905cd
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import Callable, Optional, Union
+from typing import Optional, Union
 
 import torch
 from fastcore.basics import patch
@@ -19,12 +18,13 @@ from peft import TaskType # as Optional and Union: PeftConfig's annotations name
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..bridge.prompt import N_COUNTED, RoutedCore, add_statistics, check_fitted
+from ..bridge.prompt import (
+    N_COUNTED, CoreHooks, RoutedCore, add_statistics, check_fitted)
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.routed import RoutedModel, batch_contexts
 from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig
 from ..bridge.update import Update, ball, chosen_digests
-from ..ground.hooks import StreamHooks, TaskContext
+from ..ground.hooks import TaskContext
 from ..ground.linalg import quantise_rows, unit
 from ..ground.quant import dequantise_groups, pack_planes
 from ..himalaya.coordinates import signed_buckets, site_stream
@@ -233,7 +233,6 @@ def choose(
 class BankCore(RoutedCore):
     "Keys and LoRAs of one adapter: `used` places are taken, `current` is the one in training."
     sites = property(lambda self: self.dictionary.sites)
-    def begun(self): return self.current >= 0
     def __init__(self,
         sites: list[Place],
         width: int, # of the input embeddings
@@ -319,15 +318,8 @@ def fresh_lora(
         for p in bank.b.values(): p.zero_()
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #0fc0000e
-class BankHooks(StreamHooks):
+class BankHooks(CoreHooks):
     "A new LoRA for each task; at its end it goes on the shelf."
-    def __init__(self,
-        core: BankCore,
-        contexts: Callable[[dict], tuple[Tensor, Tensor]], # (e, τ) of a batch, each (b, d)
-        context_batches: int = BankSettings.context_batches, # from which a task's keys are computed
-        seed: int = 0, # of the first directions
-    ):
-        self.core, self.contexts, self.context_batches, self.seed = core, contexts, context_batches, seed
     @torch.no_grad()
     def on_task_start(self, task: TaskContext):
         core = self.core
@@ -336,8 +328,7 @@ class BankHooks(StreamHooks):
         if place == core.n_tasks:
             raise ValueError(f"the bank is full: all of its {core.n_tasks} places are taken, "
                              f"and task {task.name!r} needs one; raise n_tasks")
-        pairs = [self.contexts(b) for b in islice(task.loader, self.context_batches)]
-        core.add_task(*map(torch.cat, zip(*pairs)))
+        core.add_task(*self.contexts_of(task.loader))
         fresh_lora(core.dictionary, 1_000_003 * self.seed + place)
         core.used.fill_(place + 1)
         core.current.fill_(place)
@@ -351,8 +342,6 @@ class BankHooks(StreamHooks):
         for now, shelf in zip(live(bank), (bank.shelf_a, bank.shelf_b)):
             for w, x in now.items(): shelf[w].put(int(self.core.current), x)
         self.core.current.fill_(-1)
-    def on_task_failed(self):
-        if self.core.begun(): self.core.take_back()
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #f202a33d
 def bank_bytes(

@@ -86,13 +86,6 @@ class Driven:
         self.hooks.after_optimizer_step(self.old)
         self.passed, self.old, self.stepped = False, {}, True
 
-    def check_stepped(self):
-        "`RuntimeError` where the block ends without a step."
-        if self.stepped: return
-        raise RuntimeError(
-            "learning(...) ends without a step of its optimizer, so nothing was learned: step it in the "
-            "block, or hand it to what does, as Trainer(..., optimizers=(optimizer, None))")
-
 # %% ../../nbs/bridge/09_own_loop.ipynb #825ed3a4
 def _check_optimizer(model, optimizer):
     "`ValueError` where nothing is in training, or something is in no group of the optimiser."
@@ -132,6 +125,15 @@ def _inner(optimizer):
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+# %% ../../nbs/bridge/09_own_loop.ipynb #2211ac25
+@patch
+def check_stepped(self: Driven) -> None:
+    "`RuntimeError` where the block ends without a step."
+    if self.stepped: return
+    raise RuntimeError(
+        "learning(...) ends without a step of its optimizer, so nothing was learned: step it in the "
+        "block, or hand it to what does, as Trainer(..., optimizers=(optimizer, None))")
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #d97ae085
 @patch

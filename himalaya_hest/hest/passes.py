@@ -146,7 +146,8 @@ def in_place_of(
     """Attributes of this instance until the block ends; then what was there before, or what blocks
     that go on have put there, in whichever order they end."""
     held, nothing = _IN_PLACE.setdefault(module, {}), object()
-    own = {name: [value] for name, value in named.items()} # lists, to be told from equal values
+    # lists, to be told from equal values
+    own = {name: [value] for name, value in named.items()}
     for name, value in own.items():
         held.setdefault(name, [[module.__dict__.get(name, nothing)]]).append(value)
     def put():
@@ -182,16 +183,13 @@ def fewer_passes(
     inner, told = language_model(model), Drafted()
     if not isinstance(costs, PassCosts): costs = PassCosts((tuple(costs),))
     check_drafting(inner, table, energy_budget, credit, cap)
-    if "_get_candidate_generator" in vars(inner):
-        raise ValueError("fewer_passes is open for this model already: one block at a time, and calls "
-                         "of several threads may share it")
     drafting = Drafting(
         table, acceptance or shipped_acceptance(), Spending(costs, energy_budget, credit, cap),
         leniency_for(energy_budget, lossy))
-    plain = inner.generate
+    plain = inner.generate # the model's own
     def generate(*args, **kwargs):
-        kwargs = by_name(args, kwargs)
-        asked = asked_of(inner, kwargs)
+        # what a call asks stands in three places
+        asked = asked_of(inner, kwargs := by_name(args, kwargs))
         check_asked(asked, drafting.epsilon < 1)
         kwargs, ends = _asks_for_drafts(kwargs, asked.get("stop_strings"))
         token, before = _ENDS.set(ends), _joules(meter)
@@ -204,7 +202,10 @@ def fewer_passes(
 
 # %% ../../nbs/hest/19_passes.ipynb #aca4d5f9
 def check_drafting(inner, table, energy_budget, credit, cap) -> None:
-    "`ValueError` for a budget that is none, or a table that does not fit the model."
+    "`ValueError` within another block, for a budget that is none, or a table of another model."
+    if "_get_candidate_generator" in vars(inner):
+        raise ValueError("fewer_passes is open for this model already: one block at a time, and calls "
+                         "of several threads may share it")
     if not (energy_budget > 0 and credit >= 0 and cap >= 1):
         raise ValueError(
             f"energy_budget {energy_budget}, credit {credit} and cap {cap} must be above 0, from 0 "

@@ -5,15 +5,13 @@
 # %% auto #0
 __all__ = ['log', 'NAME_BYTES', 'UNROUTED', 'MAX_RANK', 'MAX_COORDINATES', 'HimalayaSettings', 'name_row', 'task_names',
            'place_of', 'router_bytes', 'kept_bytes', 'fitted', 'HimalayaCore', 'trim', 'fill', 'nearest_tasks',
-           'task_route', 'HimalayaHooks', 'HimalayaConfig', 'count_faults', 'HimalayaModel', 'himalaya_bytes',
-           'lora_factors']
+           'task_route', 'HimalayaHooks', 'HimalayaConfig', 'HimalayaModel', 'himalaya_bytes', 'lora_factors']
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #2c64fb37
 import logging
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import islice
-from typing import Callable, Optional, Union
+from typing import Optional, Union
 
 import torch
 from fastcore.basics import patch
@@ -21,15 +19,15 @@ from peft import TaskType # as Optional and Union: PeftConfig's annotations name
 from peft.utils.peft_types import PeftType
 from torch import Tensor
 
-from ..bridge.prompt import RoutedCore
+from ..bridge.prompt import CoreHooks, RoutedCore
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.routed import RoutedModel, batch_contexts
 from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig
 from ..bridge.update import chosen_digests
-from ..ground.hooks import StreamHooks, TaskContext
+from ..ground.hooks import TaskContext
 from ..ground.linalg import unit
 from ..ground.rows import RowStack
-from .router import old_router, Router, strangeness, task_scores, view_faults
+from .router import held_faults, old_router, Router, strangeness, task_scores, view_faults
 from .task_cores import (
     batch_update, TaskCores, task_bytes, task_factors, task_update)
 
@@ -125,7 +123,6 @@ def fitted(
 class HimalayaCore(RoutedCore):
     "Tasks and router of one adapter; `current` is 0 while a task is in training, else −1."
     sites = property(lambda self: self.tasks.sites)
-    def begun(self): return self.current >= 0
     def __init__(self,
         sites: list[Place],
         width: int, # of the input embeddings
@@ -221,25 +218,15 @@ def task_route(
     return batch_update(of, weight)
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #4ab9452c
-class HimalayaHooks(StreamHooks):
+class HimalayaHooks(CoreHooks):
     "New directions and cores for each task; at its end they are rounded into a row of bytes."
-    def __init__(self,
-        core: HimalayaCore,
-        contexts: Callable[[dict], tuple[Tensor, Tensor]], # (e, τ) of a batch, each (b, d)
-        context_batches: int = HimalayaSettings.context_batches, # from which a task is learned
-        seed: int = 0, # of the first directions
-    ):
-        self.core, self.contexts, self.seed = core, contexts, seed
-        self.context_batches = context_batches
     @torch.no_grad()
     def on_task_start(self, task: TaskContext):
         core, router = self.core, self.core.router
         if core.begun(): core.take_back()
         if place_of(core, task.name) is not None:
             raise ValueError(f"a task has the name {task.name!r} already: give another")
-        if router.content.k:
-            pairs = [self.contexts(b) for b in islice(task.loader, self.context_batches)]
-            router.add(*map(torch.cat, zip(*pairs)))
+        if router.content.k: router.add(*self.contexts_of(task.loader))
         core.names.add(name_row(task.name))
         core.tasks.begin(1_000_003 * self.seed + len(core.tasks.finished))
         core.current.fill_(0)
@@ -250,8 +237,6 @@ class HimalayaHooks(StreamHooks):
     def on_task_end(self, loader):
         self.core.tasks.keep()
         self.core.current.fill_(-1)
-    def on_task_failed(self):
-        if self.core.begun(): self.core.take_back()
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #8061cf60
 MAX_RANK, MAX_COORDINATES = 256, 2**16
@@ -296,25 +281,13 @@ def wanted_sizes(self: HimalayaConfig) -> tuple[dict[str, tuple], tuple[str, ...
     features = self.n_features * (self.n_features + 1) // 2
     return {"router.content.factor": (features,)}, ("n_features",)
 
-# %% ../../nbs/himalaya/04_tuner.ipynb #cb6df482
-def count_faults(
-    state: dict[str, Tensor], # by the names of the core's state
-) -> list[str]:
-    "Other numbers of names and means than of tasks, finished and in training."
-    held = len(state["tasks.finished.rows"]) + int(state["current"] >= 0)
-    means = ("router.content.means.rows", "router.instruction.means.rows")
-    # without features there are none
-    rows = ("names.rows", *(n for n in means if state[n].shape[1]))
-    return [f"{n} has {len(state[n])} rows, and {held} tasks are held" for n in rows
-            if len(state[n]) != held]
-
 # %% ../../nbs/himalaya/04_tuner.ipynb #3b63c537
 @patch
 def value_faults(self: HimalayaConfig,
     state: dict[str, Tensor], # by the names of the core's state
 ) -> list[str]:
     "Numbers that no core holds."
-    return view_faults(state) + count_faults(state)
+    return view_faults(state) + held_faults(state)
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #b6bf84d9
 _SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['BankRouter', 'BankSites', 'EditRouter', 'EditSites', 'PairSites', 'bank_refusal', 'routed_refusal', 'lora_refusal',
-           'backbone_refusal', 'adapter_refusal', 'refusal', 'routed_pieces', 'lora_pieces', 'take_apart', 'acting']
+           'backbone_refusal', 'layer_refusal', 'adapter_refusal', 'refusal', 'routed_pieces', 'lora_pieces',
+           'take_apart', 'acting']
 
 # %% ../../nbs/onnx/04_pieces.ipynb #598328ca
 import contextlib
@@ -175,6 +176,18 @@ def _is_paired(tuner): # y + B A x with constants
     cores = getattr(tuner, "cores", None)
     return isinstance(cores, nn.ModuleDict) and isinstance(tuner.core(), PairCore)
 
+# %% ../../nbs/onnx/04_pieces.ipynb #54304705
+def layer_refusal(model: PeftModel) -> str | None:
+    "Of adapted layers: others than the active adapter's, or all of them switched off."
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    if any(not isinstance(m, model.base_model.tuner_layer_cls) for m in layers):
+        return (
+            "another adapter lies in the backbone, which the step does not hold: merge it into the "
+            "weights first"
+        )
+    if any(m.disable_adapters for m in layers):
+        return "the adapter is disabled: enable_adapter_layers() first, or export the backbone alone"
+
 # %% ../../nbs/onnx/04_pieces.ipynb #1bdd394e
 def adapter_refusal(model: PeftModel) -> str | None:
     "Why the active adapter of a model has no form in a graph."
@@ -197,14 +210,7 @@ def adapter_refusal(model: PeftModel) -> str | None:
             "the adapter trained modules or tokens of the backbone (modules_to_save, "
             "trainable_token_indices), which the step at its sites does not hold"
         )
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
-    if any(not isinstance(m, tuner.tuner_layer_cls) for m in layers):
-        return (
-            "another adapter lies in the backbone, which the step does not hold: merge it into the "
-            "weights first"
-        )
-    if any(m.disable_adapters for m in layers):
-        return "the adapter is disabled: enable_adapter_layers() first, or export the backbone alone"
+    if why := layer_refusal(model): return why
     # these have a form; whether they are in a state to be exported is another question
     if isinstance(tuner, (HimalayaModel, LoraBankModel)): return routed_refusal(tuner)
     if isinstance(tuner, ReftModel) or _is_paired(tuner): return None

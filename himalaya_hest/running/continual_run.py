@@ -19,7 +19,6 @@ from ..ground.hooks import HookList
 from ..ground.processes import main_first
 from ..ground.quiet import drawn_here, telling
 from ..hest.costs import forward_cost
-from ..measures.answers import check_references
 from ..measures.energy import find_meter
 from .backbone import load_backbone
 from .parameters import RunConfig
@@ -129,19 +128,6 @@ def _take_threads(run):
     rows = run.config.training["per_device_train_batch_size"]
     run.position.threads = run.process.take_threads(run.model, rows, run.folder)
 
-# %% ../../nbs/running/23_continual_run.ipynb #09bc8413
-def _references(data): # of the last evaluation, which may have more rows than those between
-    rows = [] if data.final is None else data.final.to_list()
-    return tuple(tuple(row["references"]) for row in rows)
-
-def _check_references(run):
-    "`ValueError` for a task whose answers could not be judged, named before anything is trained."
-    for name in run.order:
-        data, task = run.data[name], run.data[name].task
-        for rows in (data.evaluation.references, _references(data)):
-            try: check_references(task.metric, rows, task.metric_labels)
-            except ValueError as e: raise ValueError(f"task {name!r}: {e}") from None
-
 # %% ../../nbs/running/23_continual_run.ipynb #1aeef7e5
 def _load_data(run):
     "The rows of all tasks, and what is trained on them in which order."
@@ -150,7 +136,6 @@ def _load_data(run):
         run.data = load_tasks(
             run.config, run.stream, run.source, run.tokenizer, run.max_length, run.progress)
     run.order = order_of(run.config, run.stream)
-    _check_references(run)
     run.kept = kept_rows(run.config, run.data, run.order)
     run.lessons = lessons_of(run)
 

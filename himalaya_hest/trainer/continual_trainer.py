@@ -132,6 +132,7 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
         raise ValueError(f"the name of a task is a text, got {name!r}")
     if name in trainer.tasks:
         raise ValueError(f"task {name!r} was learned already: a stream has each name once")
+    # tokenised once, for training and for what is asked of them
     encoded = encode_rows(name, rows, trainer.processing_class, instruction,
                           trainer.max_length, max_new_tokens)
     check_stop(stop, encoded)

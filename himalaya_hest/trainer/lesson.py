@@ -57,6 +57,7 @@ def open_bar(self: Lesson, step: int) -> None:
     self.bar = drawn_here(None, hidden, total=self.n_steps, initial=step, desc=self.task.name,
                           unit="step")
 
+# %% ../../nbs/trainer/06_lesson.ipynb #b5c027dc
 @patch
 def learn(self: Lesson,
     state, # TaskState to go on from; None: the task begins
@@ -68,6 +69,7 @@ def learn(self: Lesson,
     try:
         with no_waiting_bars(t.args.disable_tqdm):
             self.event("on_train_begin")
+            # until the adapter has ended the task, nothing of it counts
             try:
                 learn_task(t.adapter, context, self.loader, len(self.loader()), self.training,
                            t.accelerator, state, self.on_step)
@@ -76,16 +78,6 @@ def learn(self: Lesson,
                 raise
             return self.finish()
     finally: self.bar.close()
-
-@patch
-def drop(self: Lesson) -> None:
-    "As if the task had not been asked for; its checkpoints stay."
-    t = self.trainer
-    t.adapter.hooks.on_task_failed()
-    tasks_begun(t.model).remove(self.task.name)
-    del t.tasks[self.task.name]
-    t.position.begun, t.state.global_step = None, self.first_step
-    t.position.global_step = self.first_step
 
 @patch
 def begin(self: Lesson, state) -> TaskContext:
@@ -101,6 +93,17 @@ def begin(self: Lesson, state) -> TaskContext:
     if state is None: seed_all(mixed_seed(t.args.seed, "task", index))
     tasks_begun(t.model).append(name)
     return TaskContext(name, index, self.n_steps, self.loader(), self.task.instruction)
+
+# %% ../../nbs/trainer/06_lesson.ipynb #0aae5d91
+@patch
+def drop(self: Lesson) -> None:
+    "As if the task had not been asked for; its checkpoints stay."
+    t = self.trainer
+    t.adapter.hooks.on_task_failed()
+    tasks_begun(t.model).remove(self.task.name)
+    del t.tasks[self.task.name]
+    t.position.begun, t.state.global_step = None, self.first_step
+    t.position.global_step = self.first_step
 
 # %% ../../nbs/trainer/06_lesson.ipynb #e7975d14
 @patch
