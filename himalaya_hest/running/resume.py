@@ -232,7 +232,7 @@ def restore_run(
             f"{run.folder}: the data, the stream's file or the backbone changed "
             "since this run began; restore them, or begin anew under another run_id"
         )
-    # a method of another version would go on from what this one never computes
+    # another version computes something else
     here = method_versions(run.config.adapter)
     if (there := meta.get("method_versions", here)) != here:
         raise ValueError(f"{run.folder}: it was begun with version {there} of the method, and this "

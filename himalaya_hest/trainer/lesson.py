@@ -79,6 +79,7 @@ def learn(self: Lesson,
             return self.finish()
     finally: self.bar.close()
 
+# %% ../../nbs/trainer/06_lesson.ipynb #8cee54ee
 @patch
 def begin(self: Lesson, state) -> TaskContext:
     "Where the trainer's counters stand, and what hooks are told."
