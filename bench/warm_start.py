@@ -15,7 +15,6 @@ means over tasks, each a mean over --seeds, with the 95 % BCa interval over task
 """
 import argparse
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +37,8 @@ class FromNearest(HimalayaHooks):
         super().on_task_start(task)
         cores, router = self.core.tasks, self.core.router
         if self.start == "fresh" or not (n := len(cores.finished)): return
-        pairs = [self.contexts(b) for b in islice(task.loader, self.context_batches)]
         # the last mean is the new task's own
-        nearest = task_scores(router, *map(torch.cat, zip(*pairs)))[:, :n].mean(0).argmax()
+        nearest = task_scores(router, *self.contexts_of(task.loader))[:, :n].mean(0).argmax()
         q, d, core = cores.kept(nearest[None])
         cores.q.copy_(q[0]); cores.d.copy_(d[0])
         if self.start == "whole": cores.core.copy_(core[0])

@@ -322,9 +322,8 @@ class BankHooks(CoreHooks):
     "A new LoRA for each task; at its end it goes on the shelf."
     @torch.no_grad()
     def on_task_start(self, task: TaskContext):
-        core = self.core
-        if core.begun(): core.take_back()
-        place = int(core.used)
+        self.on_task_failed() # of one that was begun, and never ended
+        core, place = self.core, int(self.core.used)
         if place == core.n_tasks:
             raise ValueError(f"the bank is full: all of its {core.n_tasks} places are taken, "
                              f"and task {task.name!r} needs one; raise n_tasks")

@@ -9,8 +9,7 @@ __all__ = ['Instructions', 'remember_instruction', 'nearest_prototype', 'open_un
 # %% ../../nbs/adapters/11_masked_lora.ipynb #4c40bc07
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
-from typing import Callable, Optional, Union
+from typing import Optional, Union
 
 import torch
 from fastcore.basics import patch
@@ -20,11 +19,12 @@ from peft import TaskType
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..bridge.prompt import N_COUNTED, RoutedCore, add_statistics, check_fitted
+from ..bridge.prompt import (
+    N_COUNTED, CoreHooks, RoutedCore, add_statistics, check_fitted)
 from ..bridge.routed import RoutedModel, batch_contexts
 from ..bridge.shell import Place, ShellConfig, drawn_from
 from ..bridge.update import Update
-from ..ground.hooks import StreamHooks, TaskContext
+from ..ground.hooks import TaskContext
 from ..ground.linalg import philox_signs, quantise_rows
 from ..bridge.register import add_peft_type, register_peft_method
 from ..ground.rows import RowStack
@@ -116,18 +116,12 @@ class MaskedLora(RoutedCore):
         return Update(every, [strength] * len(self.sites), list(self.A), list(self.B))
 
 # %% ../../nbs/adapters/11_masked_lora.ipynb #916d90d4
-class MaskHooks(StreamHooks):
+class MaskHooks(CoreHooks):
     "A prototype for each task. All state lies in the adapter's own tensors."
-    def __init__(self,
-        core: MaskedLora,
-        contexts: Callable[[dict], tuple[Tensor, Tensor]], # (e, τ) of a batch, each (b, d)
-        context_batches: int, # from which a task's prototype is computed
-    ):
-        self.core, self.contexts, self.context_batches = core, contexts, context_batches
     @torch.no_grad()
     def on_task_start(self, task: TaskContext):
-        taus = [self.contexts(b)[1] for b in islice(task.loader, self.context_batches)]
-        remember_instruction(self.core.router, torch.cat(taus).mean(0))
+        _, tau = self.contexts_of(task.loader)
+        remember_instruction(self.core.router, tau.mean(0))
 
 # %% ../../nbs/adapters/11_masked_lora.ipynb #6d6c46f7
 def masked_bytes(

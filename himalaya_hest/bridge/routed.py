@@ -22,9 +22,9 @@ from ..ground.hooks import StreamHooks
 from ..ground.linalg import full_precision
 from ..ground.quiet import waiting
 from ..ground.loss import sampled_label_loss, target_logits, target_loss
-from .prompt import (
-    Call, check_in_graph, generic_rows, guarded, learns_now, masked_mean, measure_prompts, prompt_of,
-    rarity, refuse_packed, RoutedCore, taught_nothing)
+from himalaya_hest.bridge.prompt import (
+    begun_of, Call, generic_rows, guarded, masked_mean, measure_prompts, NO_TASK, prompt_of, rarity,
+    refuse_packed, RoutedCore)
 from .shell import ShellLayer, ShellModel, refuse_mixed
 
 # %% ../../nbs/bridge/10_routed.ipynb #79c0e4ed
@@ -190,9 +190,11 @@ def before_forward(tuner, model, args, kwargs):
         return None
     routed = routing_of(tuner, names, args, kwargs)
     _ROUTED.set(routed)
-    cores = [tuner.cores[n] for n in names]
-    if learns_now(model): routed.teaches_nothing = any(map(taught_nothing, cores))
-    elif model.training and torch.is_grad_enabled(): check_in_graph(cores)
+    if model.training and torch.is_grad_enabled():
+        begun = begun_of([tuner.cores[n] for n in names])
+        if not torch.compiler.is_compiling(): routed.teaches_nothing = not all(begun)
+        # a graph asks at its beginning; a device keeps messages short
+        else: [torch._assert_async(one, NO_TASK.partition(",")[0]) for one in begun]
     # a checkpoint runs the layers again when the context is empty
     if model.training and any(m.gradient_checkpointing for m in tuner._checkpointed):
         return args, {**kwargs, KWARG: routed}

@@ -7,8 +7,8 @@ __all__ = ['SHIPPED_COSTS', 'PassCosts', 'pass_costs', 'Spending']
 
 # %% ../../nbs/hest/18a_pass_budget.ipynb #034b6ac8
 from bisect import bisect_left
-from itertools import accumulate
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 
 import torch

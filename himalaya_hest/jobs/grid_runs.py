@@ -15,9 +15,9 @@ from pathlib import Path
 
 from ..ground.spelling import nearest
 from ..running.resolve import resolve
+from ..running.run_files import read_named
 from ..ground.table import Table
 from ..measures.records import read_record
-from ..streams.stream import read_yaml
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #bd0ac112
 KEYS = ("name", "base", "axes", "pairs")
@@ -64,10 +64,7 @@ def load_grid(
     path: str | Path, # of a YAML file
 ) -> dict: # name, base, axes, pairs
     "Read a grid file; `ValueError` names what is wrong in it."
-    if not Path(path).exists():
-        raise ValueError(f"grid file {path} cannot be read: No such file or directory")
-    try: grid = read_yaml(path)
-    except ValueError as e: raise ValueError(f"grid file {e}") from e
+    grid = read_named(path, "grid")
     _check_keys(path, grid)
     _check_axes(path, grid.get("axes"))
     for pairs in (grid.get("pairs"), *(a.get("pairs") for a in grid["axes"])):

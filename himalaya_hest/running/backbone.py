@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'NO_TOKENIZER', 'KERNELS', 'held_in_4_bits', 'held_as', 'not_loaded', 'load_tokenizer', 'backbone_digest',
-           'from_gguf', 'keep_few_kernels', 'load_backbone']
+           'check_whole', 'from_gguf', 'keep_few_kernels', 'load_backbone']
 
 # %% ../../nbs/running/19_backbone.ipynb #2efbb4c9
 import contextlib
@@ -160,6 +160,16 @@ def backbone_digest(model, path: Path | None) -> str:
         total.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     return total.hexdigest()
 
+# %% ../../nbs/running/19_backbone.ipynb #6b27f428
+def check_whole(
+    model: torch.nn.Module,
+    told: dict, # of transformers, as it was loaded
+) -> None:
+    "`ValueError` for tensors that a file lacks: transformers draws numbers for them, others each time."
+    if lacking := sorted(told["missing_keys"]):
+        raise ValueError(
+            f"it lacks {len(lacking)} tensors of {type(model).__name__}, {lacking[0]} among them")
+
 # %% ../../nbs/running/19_backbone.ipynb #db3994c7
 def from_gguf(
     name: str, # path of a GGUF file
@@ -174,9 +184,7 @@ def from_gguf(
     with gguf_arguments(file) as at:
         read, told = AutoModelForCausalLM.from_pretrained(
             **at, config=config, dtype=dtype, quantization_config=whole, output_loading_info=True)
-    if lacking := sorted(told["missing_keys"]):
-        raise ValueError(
-            f"it lacks {len(lacking)} tensors of {type(read).__name__}, {lacking[0]} among them")
+    check_whole(read, told)
     # the tensors stay where they are
     with without_bars():
         model = type(read).from_pretrained(
@@ -206,10 +214,7 @@ def _from_safetensors(name, revision, held):
             str(path or name), trust_remote_code=False, use_safetensors=True,
             output_loading_info=True, **at, **held
         )
-    # transformers draws numbers for what a file lacks, others each time
-    if lacks := sorted(told["missing_keys"]):
-        raise LookupError(f"it lacks {len(lacks)} tensors of {type(model).__name__}, "
-                          f"{lacks[0]} among them")
+    check_whole(model, told)
     return model, backbone_digest(model, path)
 
 def _tell(dtype, model):

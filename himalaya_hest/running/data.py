@@ -156,11 +156,12 @@ def tell_cuts(
 # %% ../../nbs/running/20_data.ipynb #85bdde19
 def check_judged(data: TaskData) -> None:
     "`ValueError` for a task whose answers its metric could not judge, before anything is trained."
-    task, rows = data.task, [] if data.final is None else data.final.to_list()
-    # the last evaluation may have more rows than those between
-    for references in (data.evaluation.references, [tuple(row["references"]) for row in rows]):
-        try: check_references(task.metric, references, task.metric_labels)
-        except ValueError as e: raise ValueError(f"task {task.name!r}: {e}") from None
+    task, references = data.task, [*data.evaluation.references]
+    # of expressions each may be none, also in the rows of the last evaluation alone
+    if task.metric == "expression_value" and data.final is not None:
+        references += [tuple(row["references"]) for row in data.final.to_list()]
+    try: check_references(task.metric, references, task.metric_labels)
+    except ValueError as e: raise ValueError(f"task {task.name!r}: {e}") from None
 
 # %% ../../nbs/running/20_data.ipynb #3263093a
 FEWEST_ROWS = 10 # of an evaluation, of which it is told; fewer can be alike by chance

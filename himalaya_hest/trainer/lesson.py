@@ -11,7 +11,7 @@ import time
 from fastcore.basics import patch
 from transformers.trainer_utils import TrainOutput
 
-from ..bridge.own_loop import next_index, tasks_begun
+from ..bridge.own_loop import next_index, one_task
 from ..ground.hooks import TaskContext
 from ..ground.processes import is_main_process
 from ..ground.quiet import drawn_here, no_waiting_bars
@@ -71,8 +71,9 @@ def learn(self: Lesson,
             self.event("on_train_begin")
             # until the adapter has ended the task, nothing of it counts
             try:
-                learn_task(t.adapter, context, self.loader, len(self.loader()), self.training,
-                           t.accelerator, state, self.on_step)
+                with one_task(t.model, self.task.name, t.adapter.hooks):
+                    learn_task(t.adapter, context, self.loader, len(self.loader()), self.training,
+                               t.accelerator, state, self.on_step)
             except BaseException:
                 self.drop()
                 raise
@@ -92,7 +93,6 @@ def begin(self: Lesson, state) -> TaskContext:
     # a task that begins draws from a seed of its own, whatever came before it
     index = next_index(t.model, t.adapter.hooks) if state is None else len(t.position.learned)
     if state is None: seed_all(mixed_seed(t.args.seed, "task", index))
-    tasks_begun(t.model).append(name)
     return TaskContext(name, index, self.n_steps, self.loader(), self.task.instruction)
 
 # %% ../../nbs/trainer/06_lesson.ipynb #0aae5d91
@@ -100,8 +100,6 @@ def begin(self: Lesson, state) -> TaskContext:
 def drop(self: Lesson) -> None:
     "As if the task had not been asked for; its checkpoints stay."
     t = self.trainer
-    t.adapter.hooks.on_task_failed()
-    tasks_begun(t.model).remove(self.task.name)
     del t.tasks[self.task.name]
     t.position.begun, t.state.global_step = None, self.first_step
     t.position.global_step = self.first_step
