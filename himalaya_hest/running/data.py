@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'FEWEST_ROWS', 'stream_of', 'order_of', 'source_of', 'row_length', 'TaskData', 'tell_cuts', 'check_judged',
-           'tell_withheld', 'load_tasks', 'fetch_data']
+           'tell_withheld', 'unlearned_labels', 'tell_unlearned', 'load_tasks', 'fetch_data']
 
 # %% ../../nbs/running/20_data.ipynb #aa13afcd
 import contextlib
@@ -180,6 +180,26 @@ def tell_withheld(
             DataWarning,
         )
 
+# %% ../../nbs/running/20_data.ipynb #e54dadf4
+def unlearned_labels(data: TaskData) -> set[str]:
+    "Labels that the evaluation asks for and that no training row has."
+    if data.train is None or not data.task.labels: return set()
+    asked = {r for references in data.evaluation.references for r in references}
+    return (asked & set(data.task.labels)) - set(data.train.column("target"))
+
+def tell_unlearned(
+    missing: dict[str, set[str]], # task → what `unlearned_labels` gives
+) -> None:
+    "Warn of labels that cannot be learned, in one sentence for all tasks."
+    lost = {task: sorted(labels) for task, labels in missing.items() if labels}
+    if not lost: return
+    shown = "; ".join(f"{task}: {', '.join(labels[:5])}" for task, labels in list(lost.items())[:3])
+    warnings.warn(
+        f"{len(lost)} of {len(missing)} tasks are asked for labels that none of their training "
+        f"rows has ({shown}): more rows (training.max_train_rows), or rows in another order",
+        DataWarning,
+    )
+
 # %% ../../nbs/running/20_data.ipynb #fa85463c
 def _cuts_of(name, splits):
     "What was cut of a task, by split."
@@ -215,7 +235,7 @@ def load_tasks(
 ) -> dict[str, TaskData]:
     "Materialise all tasks: tokenised once, Arrow files in the cache."
     # the tokenizer's digest names the files in the cache, which runs share
-    key, out, cuts = tokenizer_digest(tokenizer), {}, {}
+    key, out, cuts, missing = tokenizer_digest(tokenizer), {}, {}, {}
     rows = lambda task, split, **kw: materialise(
         task, source, split, tokenizer=tokenizer, max_length=max_length,
         cache_dir=config.cache_dir, tokenizer_key=key, **kw)
@@ -227,12 +247,14 @@ def load_tasks(
             out[task.name] = _task_data(config, task, learnt.instruction, splits, tokenizer)
             out[task.name].reworded = _asked_again(config, reworded[task.name], rows)
             check_judged(out[task.name])
+            missing[task.name] = unlearned_labels(out[task.name])
             cuts |= _cuts_of(task.name, splits)
             # files of many tasks would otherwise stay open until each is needed
             for read in splits.values():
                 if read is not None: read.close()
     tell_cuts(cuts, max_length)
     tell_withheld({name: data.evaluation for name, data in out.items()})
+    tell_unlearned(missing)
     return out
 
 # %% ../../nbs/running/20_data.ipynb #1358d688
