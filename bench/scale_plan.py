@@ -539,13 +539,13 @@ def step_of(core):
 
 def task_point(n, rows=8):
     "Bytes, and processor seconds of what may grow with the tasks."
-    from himalaya_hest.himalaya.router import root, task_scores
+    from himalaya_hest.himalaya.router import solved, task_scores
     from himalaya_hest.himalaya.tuner import HimalayaSettings, kept_bytes
     core, (e, tau) = filled_core(n)
     size = HimalayaSettings(r=core.tasks.r, n_coordinates=core.tasks.R)
     kept = kept_bytes(len(core.sites), core.router, size, n)
     def roots(): # as after a task's start, when nothing is known of the new covariance
-        for view in (core.router.content, core.router.instruction): view._root = None; root(view)
+        for view in (core.router.content, core.router.instruction): view._solved = None; solved(view)
     with torch.no_grad():
         core.eval()
         out = dict(root_s=clocked(roots), scores_s=clocked(lambda: task_scores(core.router, e[:rows], tau[:rows])),

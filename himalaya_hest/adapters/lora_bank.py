@@ -18,17 +18,17 @@ from peft import TaskType # as Optional and Union: PeftConfig's annotations name
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..bridge.prompt import (
-    N_COUNTED, CoreHooks, RoutedCore, add_statistics, check_fitted)
+from ..bridge.prompt import N_COUNTED, add_statistics, check_fitted
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.routed import RoutedModel, batch_contexts
+from ..bridge.routed_core import CoreHooks, RoutedCore
 from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig
 from ..bridge.update import Update, ball, chosen_digests
 from ..ground.hooks import TaskContext
 from ..ground.linalg import quantise_rows, unit
 from ..ground.quant import dequantise_groups, pack_planes
 from ..himalaya.coordinates import signed_buckets, site_stream
-from ..himalaya.router import old_router, Router, task_scores, view_faults
+from ..himalaya.router import old_router, Router, task_scores
 from ..himalaya.tuner import router_bytes
 
 add_peft_type("LORA_BANK")
@@ -377,7 +377,6 @@ class LoraBankConfig(BankSettings, ShellConfig):
         n = self.n_numbers
         if n is not None and (self.normalised or n < _GROUP or n % _GROUP):
             raise ValueError(f"n_numbers asks for normalised=False and a multiple of {_GROUP}, got {n}")
-    def value_faults(self, state): return view_faults(state) # tensors by the names of the core's state
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #e6808a94
 _OUTPUTS = {t: ["o_proj"] for t in (*LLAMA_LIKE, "phi3")} | {

@@ -19,9 +19,9 @@ from peft import TaskType
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..bridge.prompt import (
-    N_COUNTED, CoreHooks, RoutedCore, add_statistics, check_fitted)
+from ..bridge.prompt import N_COUNTED, add_statistics, check_fitted
 from ..bridge.routed import RoutedModel, batch_contexts
+from ..bridge.routed_core import CoreHooks, RoutedCore
 from ..bridge.shell import Place, ShellConfig, drawn_from
 from ..bridge.update import Update
 from ..ground.hooks import TaskContext

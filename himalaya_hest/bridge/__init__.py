@@ -13,7 +13,7 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.bridge", {
     "register": "add_peft_type forget_peft_method prepare_quantised register_peft_method",
     "shell": "PairCore ShellConfig ShellModel",
     "properties": "state_faults use_faults",
-    "prompt": "RoutedCore",
+    "routed_core": "RoutedCore",
     "facts": "describe",
     "saved": "check_adapter load_adapter save_adapter",
     "own_loop": "hooks_of learning tasks_begun",

@@ -22,9 +22,9 @@ from ..ground.hooks import StreamHooks
 from ..ground.linalg import full_precision
 from ..ground.quiet import waiting
 from ..ground.loss import sampled_label_loss, target_logits, target_loss
-from himalaya_hest.bridge.prompt import (
-    begun_of, Call, generic_rows, guarded, masked_mean, measure_prompts, NO_TASK, prompt_of, rarity,
-    refuse_packed, RoutedCore)
+from .prompt import (
+    Call, generic_rows, masked_mean, measure_prompts, prompt_of, rarity, refuse_packed)
+from .routed_core import NO_TASK, RoutedCore, begun_of, guarded
 from .shell import ShellLayer, ShellModel, refuse_mixed
 
 # %% ../../nbs/bridge/10_routed.ipynb #79c0e4ed

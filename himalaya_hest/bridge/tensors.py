@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WITH_VALUES', 'skeleton', 'row_stacks', 'set_counters', 'in_embedding', 'Expected', 'expected_tensors',
-           'shape_faults', 'row_faults', 'number_faults', 'index_faults', 'ranges_of', 'content_faults', 'size_faults',
-           'count_faults']
+           'shape_faults', 'row_faults', 'number_faults', 'index_faults', 'ranges_of', 'statistics_faults',
+           'content_faults', 'size_faults', 'count_faults']
 
 # %% ../../nbs/bridge/07_tensors.ipynb #d2b876ae
 import copy
@@ -19,7 +19,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..ground.rows import RowStack
-from .prompt import statistics_faults
 from .settings import LARGEST
 
 # %% ../../nbs/bridge/07_tensors.ipynb #53d858c5
@@ -173,7 +172,7 @@ def row_faults(
 # %% ../../nbs/bridge/07_tensors.ipynb #da8af54c
 def number_faults(
     tensors: dict[str, Tensor],
-    ranges: dict[str, tuple], # last part of a name → smallest and largest value that it may have
+    ranges: dict[str, tuple], # end of a name → smallest and largest value that it may have
     largest: float = LARGEST, # in size, of any number
 ) -> list[str]:
     "Numbers that are not finite, too large, or outside of what they stand for."
@@ -183,7 +182,7 @@ def number_faults(
               for n, t in floats.items() if float(t.abs().max()) > largest]
     # those that the method knows the meaning of
     for n, t in tensors.items():
-        low, high = ranges.get(n.rpartition(".")[2], (None, None))
+        low, high = next((of for end, of in ranges.items() if f".{n}".endswith(f".{end}")), (None, None))
         under = low is not None and bool((t < low).any())
         over = high is not None and bool((t > high).any())
         if under or over:
@@ -217,13 +216,30 @@ def index_faults(
 # %% ../../nbs/bridge/07_tensors.ipynb #13d3e835
 def ranges_of(
     backbone: nn.Module,
-) -> dict[str, tuple]: # last part of a name → smallest and largest value
+) -> dict[str, tuple]: # end of a name → smallest and largest value
     "Of the numbers that our methods keep."
     table = backbone.get_input_embeddings() if hasattr(backbone, "get_input_embeddings") else None
     tokens = len(table.weight) - 1 if hasattr(table, "weight") else None
-    not_negative = ("e_scale", "t_scale", "e_key_scale", "t_key_scale", "n_rows", "used", "tasks")
+    not_negative = ("e_scale", "t_scale", "e_key_scale", "t_key_scale", "n_rows", "used", "tasks",
+                    "scales.rows", "spreads.rows")
     return dict.fromkeys(not_negative, (0, None)) | dict(
         counted=(-1, tokens), frequency=(0, 1), current=(-1, None))
+
+# %% ../../nbs/bridge/07_tensors.ipynb #d0a148ae
+def statistics_faults(
+    state: dict[str, Tensor], # by the names of a core's state
+) -> list[str]:
+    "Tokens that are counted twice, and divisors next to zero."
+    wrong, counted = [], state.get("router.counted")
+    tokens = () if counted is None else counted[counted >= 0]
+    if len(tokens) and (len(tokens.unique()) < len(tokens) or bool((counted[:len(tokens)] < 0).any())):
+        wrong.append("router.counted names a token twice, or has a gap")
+    # zeros before the statistics are measured
+    for n in ("router.e_scale", "router.t_scale"):
+        if n in state and bool(state[n].any()) and float(state[n].min()) < 1e-7:
+            wrong.append(f"{n} holds {state[n].min():g}, expected at least 1e-6, or zeros before "
+                         "fit_statistics")
+    return wrong
 
 # %% ../../nbs/bridge/07_tensors.ipynb #cf24bd78
 def content_faults(

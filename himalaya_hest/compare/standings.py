@@ -202,13 +202,16 @@ def _paired_row(ours, theirs, pairs, metric):
     d = value(ours) - value(theirs)
     low, high = bca_interval(d)
     # the final score stands beside it, whichever the metric
-    final = float(np.mean([final_score(ours[p]) - final_score(theirs[p]) for p in pairs]))
+    ends = np.array([final_score(ours[p]) - final_score(theirs[p]) for p in pairs])
+    final_low, final_high = bca_interval(ends)
+    final = float(ends.mean())
     rows_low, rows_high = _rows_interval(_row_differences(ours, theirs, pairs), final)
     return {
         "n": len(d), "difference": float(d.mean()), "95 % from": low, "to": high,
         "p (exact)": sign_flip_p(d), "d_z": effect_size(d),
         "won": float(((d > 0) + (d == 0) / 2).mean()),
-        "final": final, "rows from": rows_low, "rows to": rows_high,
+        "final": final, "final from": final_low, "final to": final_high,
+        "rows from": rows_low, "rows to": rows_high,
     }
 
 # %% ../../nbs/compare/03_standings.ipynb #5280d180
@@ -218,7 +221,7 @@ def _shared_pairs(ours, theirs, metric):
 
 _PAIRED = (
     "opponent", "n", "difference", "95 % from", "to", "p (exact)", "p (Holm)", "d_z", "won",
-    "final", "rows from", "rows to",
+    "final", "final from", "final to", "rows from", "rows to",
 )
 
 # %% ../../nbs/compare/03_standings.ipynb #f032676b
@@ -229,7 +232,8 @@ def paired_table(
     least: int = MAIN_PAIRS, # pairs of a test
 ) -> Table: # one row an opponent, the largest difference last; the title names the rest
     """Paired differences `method` − opponent: mean, BCa interval over pairs, exact p with Holm's
-    correction over the rows, effect size; of the final scores an interval over rows."""
+    correction over the rows, effect size; of the final scores an interval over pairs, and one over
+    evaluated rows of these runs."""
     runs, rows, left = grid_of(records).runs, [], []
     if method not in runs:
         raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['View', 'covariance', 'inverse_root', 'solved', 'log_likelihoods', 'Router', 'joint_scores', 'task_scores',
-           'own_distances', 'strangeness', 'view_faults', 'held_faults', 'old_router']
+           'own_distances', 'strangeness', 'old_router']
 
 # %% ../../nbs/himalaya/03_router.ipynb #76f03262
 import math
@@ -215,27 +215,6 @@ def strangeness(
         m, v = own_distances(view)
         mean, variance = mean + m, variance + v
     return (far - mean) / variance.sqrt()
-
-# %% ../../nbs/himalaya/03_router.ipynb #1592750a
-def view_faults(
-    state: dict[str, Tensor], # by the names of the state of what holds a router
-) -> list[str]:
-    "Numbers that no view holds."
-    sizes = ("scales.rows", "spreads.rows")
-    negative = [n for n, t in state.items() if n.endswith(sizes) and bool((t < 0).any())]
-    return [f"{n} holds a negative size" for n in negative]
-
-# %% ../../nbs/himalaya/03_router.ipynb #cb6df482
-def held_faults(
-    state: dict[str, Tensor], # by the names of the state of HIMALAYA's core
-) -> list[str]:
-    "Other numbers of names and means than of tasks, finished and in training."
-    held = len(state["tasks.finished.rows"]) + int(state["current"] >= 0)
-    means = ("router.content.means.rows", "router.instruction.means.rows")
-    # without features there are none
-    rows = ("names.rows", *(n for n in means if state[n].shape[1]))
-    return [f"{n} has {len(state[n])} rows, and {held} tasks are held" for n in rows
-            if len(state[n]) != held]
 
 # %% ../../nbs/himalaya/03_router.ipynb #5b1607e7
 def old_router(

@@ -18,15 +18,15 @@ from peft import TaskType # as Optional and Union: PeftConfig's annotations name
 from peft.utils.peft_types import PeftType
 from torch import Tensor
 
-from ..bridge.prompt import CoreHooks, RoutedCore
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.routed import RoutedModel, batch_contexts
+from ..bridge.routed_core import CoreHooks, RoutedCore
 from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig
 from ..bridge.update import chosen_digests
 from ..ground.hooks import TaskContext
 from ..ground.linalg import unit
 from ..ground.rows import RowStack
-from .router import held_faults, old_router, Router, strangeness, task_scores, view_faults
+from .router import old_router, Router, strangeness, task_scores
 from .task_cores import (
     batch_update, TaskCores, task_bytes, task_factors, task_update)
 
@@ -283,8 +283,13 @@ def wanted_sizes(self: HimalayaConfig) -> tuple[dict[str, tuple], tuple[str, ...
 def value_faults(self: HimalayaConfig,
     state: dict[str, Tensor], # by the names of the core's state
 ) -> list[str]:
-    "Numbers that no core holds."
-    return view_faults(state) + held_faults(state)
+    "Other numbers of names and means than of tasks, finished and in training."
+    held = len(state["tasks.finished.rows"]) + int(state["current"] >= 0)
+    means = ("router.content.means.rows", "router.instruction.means.rows")
+    # without features there are none
+    rows = ("names.rows", *(n for n in means if state[n].shape[1]))
+    return [f"{n} has {len(state[n])} rows, and {held} tasks are held" for n in rows
+            if len(state[n]) != held]
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #b6bf84d9
 _SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

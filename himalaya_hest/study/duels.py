@@ -151,10 +151,11 @@ def _against(d, by):
         "uniform int8" if d.mask == "int8"
         else f"{d.mask} (its cheapest not shown to be worse: {d.opponent})"
     )
-    ratio, what = (d.energy, "energy") if by == "cheaper" else (d.time, "time")
+    ratio, what = d.energy, f"energy, n = {d.n}"
+    if by == "faster": ratio, what = d.time, f"time, that of one run of each; n = {d.n} of ROUGE-L"
     return (
-        f"{whom}: ROUGE-L {_range(d.difference, '+')} at {_range(ratio)} of its {what}, "
-        f"n = {d.n} – {_EARNED[d.earned(by)]}"
+        f"{whom}: ROUGE-L {_range(d.difference, '+')} at {_range(ratio)} of its {what} "
+        f"– {_EARNED[d.earned(by)]}"
     )
 
 # %% ../../nbs/study/10_duels.ipynb #3ea4afe0

@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['FRONT', 'FEWEST', 'WORLDS', 'one_after_another', 'main_lines', 'front_table', 'paired_lines', 'equal_runs',
-           'equal_row', 'beside_table', 'equal_verdict', 'front_verdict', 'front_worlds']
+           'equal_rows', 'beside_table', 'bank_verdict', 'front_verdict', 'front_worlds']
 
 # %% ../../nbs/study/16_front.ipynb #eb5b854a
+import math
+import re
 from pathlib import Path
 
 from ..compare.charts import DARK, MIDDLE
 from ..compare.pairs import EQUAL, WIDE, by_pair, method_of, short_name
-from ..compare.standings import main_table, paired_table
+from ..compare.standings import large_mb, main_table, paired_table
 from ..ground.table import Table
 from ..measures.records import read_grid
 from ..measures.statistics import is_number
@@ -66,8 +68,13 @@ def paired_lines(
 def _how(low, high): # a difference with this interval
     return "not told apart from" if low <= 0 <= high else "above" if low > 0 else "below"
 
-def _hows(row): # of the paired table: over the stream, at its end
-    return _how(row["95 % from"], row["to"]), _how(row["rows from"], row["rows to"])
+def _hows(row): # of the paired table: over the stream; at its end; does that hold over orders too?
+    end = _how(row["rows from"], row["rows to"])
+    over_orders = _how(row["final from"], row["final to"])
+    return _how(row["95 % from"], row["to"]), end, end == over_orders
+
+def _at_end(firm): # is it so by rows and over orders?
+    return "at the end" if firm else "at the end, by rows and not over orders"
 
 def _told(difference, low, high): # as a cell: the difference, its interval, and what that says
     # one digit more where a sign would be all that is left
@@ -75,7 +82,7 @@ def _told(difference, low, high): # as a cell: the difference, its interval, and
     return "{}: {} [{}, {}]".format(_how(low, high).removesuffix(" from"), *shown)
 
 def _share(part): # of bytes
-    return f"1/{1 / part:.0f}" if part < .7 else f"{part:.1f} ×"
+    return f"1/{1 / part:.0f}" if part < .3 else f"{part:.2f} ×"
 
 # %% ../../nbs/study/16_front.ipynb #b27efc6c
 def equal_runs(
@@ -86,14 +93,21 @@ def equal_runs(
     if not (pair := equal_bytes(by_pair(runs))): return None
     return pair[0], [r for r in runs if method_of(r) in pair]
 
-def equal_row(
+# %% ../../nbs/study/16_front.ipynb #f600b651
+def equal_rows(
     records: list[dict], # of one main comparison
-) -> dict | None: # of the paired table; None where `equal_runs` is
-    "HIMALAYA beside the bank of as many bytes: its method, `form` and what the table says."
-    if not (found := equal_runs(records)): return None
-    row, = paired_table(found[1], found[0]).records()
-    form = found[0].removeprefix("himalaya, ").replace("r ", "rank ")
-    return row | dict(method=found[0], form=form)
+) -> list[dict]: # of the paired table, the nearest bytes first; none where `equal_runs` is None
+    """HIMALAYA's forms beside the bank of as many bytes, those within a twentieth of it: method,
+    `form` and what the table says."""
+    runs = one_after_another(records)
+    if not (pair := equal_bytes(by_pair(runs))): return []
+    bank, methods, rows = pair[1], by_pair(runs), []
+    def apart(m): return abs(math.log(large_mb(methods[m]) / large_mb(methods[bank])))
+    for m in sorted((m for m in methods if m.startswith("himalaya") and apart(m) < .05), key=apart):
+        row, = paired_table([r for r in runs if method_of(r) in (m, bank)], m).records()
+        form = re.sub(r"n_coordinates (\d+)", r"\1 coordinates", m.removeprefix("himalaya, "))
+        rows.append(row | dict(method=m, form=form.replace("r ", "rank ", 1)))
+    return rows
 
 # %% ../../nbs/study/16_front.ipynb #94a95da0
 def beside_table(
@@ -102,30 +116,30 @@ def beside_table(
     "HIMALAYA beside each bank, and at equal bytes beside the bank that has them."
     lines, against = main_lines(records), paired_lines(records)
     columns = ["HIMALAYA beside", "its share of the bank's bytes, d = 4096", "as trained",
-               "score over the stream", "at the end"]
+               "score over the stream", "at the end, by rows", "at the end, over orders"]
     def row(name, shares, of):
         return [name, *map(_share, shares),
             _told(of["difference"], of["95 % from"], of["to"]),
-            _told(of["final"], of["rows from"], of["rows to"])]
+            _told(of["final"], of["rows from"], of["rows to"]),
+            _told(of["final"], of["final from"], of["final to"])]
     def shares(ours, bank): return [ours[size] / bank[size] for size in ("MB large", "MB kept")]
     # the wide bank first, since it is what everybody would compare with
     rows = [row(FRONT[m][0], shares(lines["himalaya"], lines[m]), against[m])
             for m in (WIDE, "lora-bank", EQUAL) if m in lines]
-    equal = equal_row(records)
-    if equal and equal["method"] != "himalaya": # its smaller form
+    for equal in equal_rows(records): # smaller forms
+        if equal["method"] == "himalaya": continue
         of = shares(lines[equal["method"]], lines[EQUAL])
         rows.append(row(f"{FRONT[EQUAL][0]}, HIMALAYA at {equal['form']}", of, equal))
     return Table("", columns, rows)
 
 # %% ../../nbs/study/16_front.ipynb #913315dc
-def equal_verdict(
-    records: list[dict], # of one main comparison with such a bank
+def bank_verdict(
+    row: dict, # of the paired table
 ) -> str: # for the first screen
-    "HIMALAYA beside a bank of as many bytes, in a few words."
-    row = equal_row(records)
-    over, end = _hows(row)
-    return f"{over} it over the stream" + (
-        " and at its end" if over == end else f" and {end} it at the end")
+    "HIMALAYA beside one bank, in a few words."
+    over, end, firm = _hows(row)
+    if over == end: return f"{over} it over the stream and {_at_end(firm)}"
+    return f"{over} it over the stream and {end} it {_at_end(firm)}"
 
 # %% ../../nbs/study/16_front.ipynb #d303052f
 def _banks(wide, narrow): # how the method stands to both
@@ -138,9 +152,9 @@ def front_verdict(
     "HIMALAYA beside both banks, in a few words."
     lines = paired_lines(records)
     rows = [lines[m] for m in (WIDE, "lora-bank")]
-    over, end = zip(*map(_hows, rows))
-    if over == end: return f"{_banks(*over)}, over the stream and at its end"
-    return f"{_banks(*over)} over the stream, and {_banks(*end)} at the end"
+    over, end, firm = zip(*map(_hows, rows))
+    if over == end: return f"{_banks(*over)}, over the stream and {_at_end(all(firm))}"
+    return f"{_banks(*over)} over the stream, and {_banks(*end)} {_at_end(all(firm))}"
 
 # %% ../../nbs/study/16_front.ipynb #1d4c8401
 WORLDS = { # file of records → what it is called

@@ -23,7 +23,8 @@ import yaml
 
 # %% ../../nbs/workshop/12_equations.ipynb #bd3602a5
 PACKAGE = Path(importlib.util.find_spec("himalaya_hest").origin).parent
-SHELL = ("himalaya.tuner", "bridge.routed") # what makes it a PEFT method
+# what makes it a PEFT method
+SHELL = ("himalaya.tuner", "bridge.routed", "bridge.routed_core")
 
 def file_of(module: str, folder: Path = PACKAGE) -> Path:
     return folder/f"{module.replace('.', '/')}.py"
