@@ -105,7 +105,8 @@ def open_adapter(
         raise ValueError(f"{path} was saved in an earlier form, {why}: "
                          "himalaya_hest.adapters.convert.convert_adapter writes it in the present form")
     numbers = sum(t.numel() for t in tensors.values())
-    config = config or made_config(cls, values, numbers, at, is_ours(kind))
+    config = config or made_config(
+        cls, values, numbers, at, is_ours(kind), bool((options or {}).get("is_trainable")))
     return Opened(path, tensors, values, record, config, is_ours(kind))
 
 # %% ../../nbs/bridge/08_saved.ipynb #93f356a4
