@@ -287,7 +287,7 @@ def optimiser_points():
         held = [p for g in optimizer.param_groups for p in g["params"]]
         moments = [t for s in optimizer.state.values() for t in s.values() if t.numel() > 1]
         out.append(dict(adapter=name, shape=at,
-            **ratio(of.adapter.trained * 16 + of.adapter.copied * 4,
+            **ratio(of.adapter.trained * 16,
                 sum(map(nbytes, [*held, *[p.grad for p in held if p.grad is not None], *moments, *old])))))
     return out
 
@@ -546,10 +546,12 @@ def task_point(n, rows=8):
     kept = kept_bytes(len(core.sites), core.router, size, n)
     def roots(): # as after a task's start, when nothing is known of the new covariance
         for view in (core.router.content, core.router.instruction): view._solved = None; solved(view)
+    def anew(): # as for a prompt whose task is another than that of the one before
+        core.tasks._widened = None; core.route(e[:1], tau[:1])
     with torch.no_grad():
         core.eval()
         out = dict(root_s=clocked(roots), scores_s=clocked(lambda: task_scores(core.router, e[:rows], tau[:rows])),
-            route_s=clocked(lambda: core.route(e[:1], tau[:1])))
+            route_s=clocked(anew))
     start = time.process_time(); core.router.add(e, tau); core.tasks.begin(n); out["start_s"] = time.process_time() - start
     core.train(); core.current.fill_(0)
     out["step_s"] = clocked(step_of(core))
