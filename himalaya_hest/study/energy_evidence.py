@@ -170,7 +170,7 @@ def ruled(
     return HOLDS if high <= limit else FAILS if low > limit else CANNOT
 
 # %% ../../nbs/study/09_energy_evidence.ipynb #08bc6c0f
-RESAMPLES = 200_000
+RESAMPLES = 500_000
 
 def interval_of(
     values, # (n,) one a pair

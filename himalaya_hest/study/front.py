@@ -74,7 +74,7 @@ def _hows(row): # of the paired table: over the stream; at its end; does that ho
     return _how(row["95 % from"], row["to"]), end, end == over_orders
 
 def _at_end(firm): # is it so by rows and over orders?
-    return "at the end" if firm else "at the end, by rows and not over orders"
+    return "at the end" if firm else "at the end (of these runs; over orders not told apart)"
 
 def _told(difference, low, high): # as a cell: the difference, its interval, and what that says
     # one digit more where a sign would be all that is left
