@@ -107,20 +107,36 @@ def table(self: Explorer,
 
 # %% ../../nbs/compare/10_explorer.ipynb #124ec0b2
 @patch
+def named(self: Explorer,
+    # its name, its stream, or the beginning of its name; empty: the one with the most records
+    world: str = "",
+) -> str: # its whole name
+    "The world that is meant; `ValueError` for none, or for worlds of several streams."
+    names = list(self.worlds())
+    of_stream = [n for n in names if n.rpartition(" ")[0] == world]
+    found = of_stream or [n for n in names if n.startswith(world)]
+    if not found:
+        raise ValueError(f"no world is called {world!r}; there are {', '.join(names)}")
+    # a choice of one stream that shows another would not be noticed
+    if world and len({n.rpartition(" ")[0] for n in found}) > 1:
+        raise ValueError(f"worlds of several streams begin with {world!r}: {', '.join(found)}; "
+                         "give the whole name of one")
+    return found[0]
+
+# %% ../../nbs/compare/10_explorer.ipynb #2fb9c484
+@patch
 def choose(self: Explorer,
-    world: str = "", # its name, or the beginning of it; empty: the one with the most records
+    world: str = "", # as for `named`
     methods: list[str] | tuple = (), # names of methods as `methods` gives them; empty: all
     role: str = "", # proposed, baseline, ablation; empty: any
 ) -> list[Record]:
     "Records of one world; `ValueError` for a world or method that is not there."
-    found = [name for name in self.worlds() if name.startswith(world)]
-    if not found:
-        raise ValueError(f"no world is called {world!r}; there are {', '.join(self.worlds())}")
-    records = self.worlds()[found[0]]
+    name = self.named(world)
+    records = self.worlds()[name]
     there = sorted({method_of(r) for r in records})
     # a misspelled method would silently leave its runs out
     if unknown := sorted(set(methods) - set(there)):
-        raise ValueError(f"{found[0]} has no method {unknown[0]!r}; it has {', '.join(there)}")
+        raise ValueError(f"{name} has no method {unknown[0]!r}; it has {', '.join(there)}")
     wanted = lambda r: not methods or method_of(r) in methods
     return [r for r in records if wanted(r) and (not role or r.get("role") == role)]
 
@@ -143,12 +159,6 @@ def shown_of(
     return comparison_tables(records) + comparison_charts(records)
 
 # %% ../../nbs/compare/10_explorer.ipynb #d06710ce
-def _worlds_first(explorer, world):
-    "The name of the world to begin with; `choose` raises, and says which worlds there are."
-    first = next((n for n in explorer.worlds() if n.startswith(world)), None)
-    if first is None: explorer.choose(world)
-    return first
-
 def browse(
     explorer: Explorer,
     world: str = "", # chosen at first; empty: the one with the most records
@@ -157,7 +167,7 @@ def browse(
     needs ipywidgets and a Jupyter front end."""
     import ipywidgets as widgets
     from IPython.display import display
-    first, names = _worlds_first(explorer, world), list(explorer.worlds())
+    first, names = explorer.named(world), list(explorer.worlds())
     at = widgets.Dropdown(options=names, value=first, description="world")
     methods = widgets.SelectMultiple(options=explorer.methods(first), rows=8, description="methods")
     out, box = widgets.Output(), widgets.VBox([])

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..measures.made_up_records import made_up_record
 from ..measures.record_tables import same_world
+from ..running.names import _STORAGE, MIRROR, WITHOUT_EFFECT
 
 # %% ../../nbs/compare/01_pairs.ipynb #b0136e4e
 def _searched(adapter, preset):
@@ -75,18 +76,23 @@ def short_name(
     return WIDE if method.startswith(WIDE) else method
 
 # %% ../../nbs/compare/01_pairs.ipynb #5d6c3af2
-_STORED = (
-    "seed", "order_seed", "run_id", "role", "results_dir", "cache_dir", "overwrite", "dry_run",
-    "tracker", "wandb_entity", "wandb_project", "n_trials", "search",
-)
+_SILENT = { # the pair, its mark, how settings were found, and what changes no figure
+    "seed", "order_seed", "role", "n_trials", "search", *_STORAGE, *MIRROR, "data_dir",
+    "adapter_module", *(f"training.{k}" for k in (*WITHOUT_EFFECT, "checkpoint_interval_s")),
+}
 
 def _settings(record):
-    "Parameters that may tell two runs of one method and pair apart; nested ones with a dot."
+    "Parameters that may tell two runs of one method apart; nested ones with a dot."
     out = {}
     for k, v in record["config"].items():
-        if k not in _STORED:
+        if k not in _SILENT:
             out |= {f"{k}.{x}": y for x, y in v.items()} if isinstance(v, dict) else {k: v}
-    return out | dict(version=json.dumps(record.get("method_versions", {})))
+    # records from before hooks and adapters of one's own say neither
+    out |= dict(
+        hooks=out.get("hooks") or [], adapter_source=str(out.get("adapter_source") or "")[:12],
+        version=json.dumps(record.get("method_versions", {})),
+    )
+    return {k: v for k, v in out.items() if k not in _SILENT}
 
 # %% ../../nbs/compare/01_pairs.ipynb #1e75b72b
 def _usual(record):
@@ -110,6 +116,8 @@ def _differing(settings): # dicts
 def _is_measured(key): return key.startswith(("energy.", "evaluation.latency"))
 
 # %% ../../nbs/compare/01_pairs.ipynb #061ac3d2
+_TRAINED = ("training.", "adapter_config.", "ewc.", "adapter_source", "hooks", "version")
+
 def told_apart(
     runs: list[dict], # of one method
     pairs: list[tuple], # theirs
@@ -119,7 +127,7 @@ def told_apart(
     differ = _differing(settings)
     if len(set(pairs)) == len(pairs):
         # what is trained otherwise is no other pair of the same
-        differ = [k for k in differ if k.startswith("training.") or k == "version"]
+        differ = [k for k in differ if k.startswith(_TRAINED)]
     usual = [_usual(r) if differ else {} for r in runs]
     for keys in ([k for k in differ if not _is_measured(k)], differ):
         names = [

@@ -110,6 +110,12 @@ def _check_version(record):
 def _check_repeatable(record, allow_code_execution, adapter_module):
     "`ValueError` for a run that its record's parameters alone do not repeat."
     config, name = record["config"], record["run_id"]
+    # before the run, not after it
+    if not (record.get("world") or {}).get("digest"):
+        raise ValueError(
+            f"{name} does not say its world's digest, so that nothing could be compared with a run "
+            "that repeats it: get the file again"
+        )
     if config.get("hooks"):
         raise ValueError(
             f"{name} was driven by the hooks {', '.join(config['hooks'])}, "

@@ -148,6 +148,7 @@ def told_before(
     workers: int,
 ) -> None:
     "Print what would run, and about how long it takes."
+    if workers < 1: raise ValueError(f"workers is {workers!r}, expected at least 1")
     total, devices = [0., 0.], set()
     for r, p in runs.items():
         # as wide as a time, so that the names stand under one another

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..ground.spelling import nearest
+from .spaces import check_open
 from ..running.resolve import resolve
 from ..running.run_files import read_named
 from ..ground.table import Table
@@ -66,12 +67,29 @@ def load_grid(
     "Read a grid file; `ValueError` names what is wrong in it."
     grid = read_named(path, "grid")
     _check_keys(path, grid)
+    if not isinstance(grid.get("base", {}), dict):
+        raise ValueError(f"grid file {path}: base is {grid['base']!r}, expected parameters of all "
+                         "runs, such as {stream: mini25}; leave it out where there are none")
     _check_axes(path, grid.get("axes"))
     for pairs in (grid.get("pairs"), *(a.get("pairs") for a in grid["axes"])):
         _check_pairs(path, pairs)
     return dict(name=Path(path).stem, base={}) | grid
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #b26fb20f
+def _put(run, name, value):
+    "Set a parameter of a run by its dotted name."
+    *outer, inner = name.split(".")
+    for key in outer:
+        if not isinstance(run.setdefault(key, {}), dict):
+            raise ValueError(f"axis {name} stands for a parameter of {key}, but {key} is "
+                             f"{run[key]!r}, expected names and values")
+        run = run[key]
+    # a file may name one dictionary in two places
+    run[inner] = copy.deepcopy(value)
+
+def _whole(seed): return seed if isinstance(seed, int) else 0 # what is none is refused later
+
+# %% ../../nbs/jobs/19_grid_runs.ipynb #e6fb89a8
 def combinations(
     grid: dict, # from `load_grid`
     pairs: int | None = None, # only the first (seed, order) pairs
@@ -82,23 +100,31 @@ def combinations(
         axes = dict(axes)
         repeated = axes.pop("pairs", grid.get("pairs"))
         for values in itertools.product(*axes.values()):
-            run = json.loads(json.dumps(grid.get("base", {})))
-            for name, value in zip(axes, values):
-                *outer, inner = name.split(".")
-                within = run
-                for key in outer: within = within.setdefault(key, {})
-                # a file may name one dictionary in two places
-                within[inner] = copy.deepcopy(value)
+            run = copy.deepcopy(grid.get("base", {}))
+            for name, value in zip(axes, values): _put(run, name, value)
             if repeated and (said := {"seed", "order_seed"} & run.keys()):
                 raise ValueError(f"pairs: {repeated} sets seed and order_seed, and so does "
                                  f"{min(said)}: {run[min(said)]}; leave one of them out")
             # a run that gives its seed has its place among the pairs by it
             for i in range(repeated or 1):
-                if pairs is None or max(i, run.get("seed", 0)) < pairs:
+                if pairs is None or max(i, _whole(run.get("seed"))) < pairs:
                     runs.append((i, run | (dict(seed=i, order_seed=i) if repeated else {})))
     return [run for _, run in sorted(runs, key=lambda r: r[0])]
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #5b327eb1
+_OF_GRID = {"results_dir", "overwrite", "dry_run"} # parameters that say something of all its runs
+
+def _misplaced(name, value):
+    "What is wrong where a run of a grid is told what the whole grid is told."
+    instead = dict(
+        results_dir="give --results-dir, where all of its runs go",
+        overwrite="remove the folders of the runs that are to be made anew, or give another "
+                  "--results-dir",
+        dry_run="give --dry-run",
+    )
+    return ValueError(f"parameter {name} = {value!r} is not for the runs of a grid: {instead[name]}")
+
+# %% ../../nbs/jobs/19_grid_runs.ipynb #d61d9faf
 def named_runs(
     runs: list[dict], # parameters
     results_dir: str | Path, # of all of them
@@ -107,8 +133,11 @@ def named_runs(
     name."""
     out, later = {}, []
     for run in runs:
+        if said := _OF_GRID & run.keys(): raise _misplaced(min(said), run[min(said)])
         parameters = run | dict(results_dir=str(results_dir))
-        name = resolve(parameters, later=later).run_id
+        config = resolve(parameters, later=later)
+        check_open(config, parameters)
+        name = config.run_id
         if name in out:
             raise ValueError(f"run {name} is asked for twice: {out[name]} and {parameters}")
         out[name] = parameters | dict(run_id=name)
@@ -150,12 +179,14 @@ def write_compact(
     out: Path, # folder of committed records
     command: str, # that made it
 ) -> None:
-    "One compact record, with a line for each of its larger parts."
+    "One compact record, with a line for each of its parts."
     record = read_record(source)
-    text = json.dumps(compact(record, command), ensure_ascii=False, separators=(",", ":"))
+    short = lambda x: json.dumps(x, ensure_ascii=False, separators=(",", ":"))
+    parts = [f"{short(k)}:{short(v)}" for k, v in compact(record, command).items()]
     out.mkdir(parents=True, exist_ok=True)
-    (out/f"{record['run_id']}.json").write_text(
-        text.replace('],[', '],\n[').replace(',"', ',\n"') + "\n", encoding="utf-8")
+    # whoever packs records while a grid runs reads whole ones
+    from himalaya_hest.running.checkpoint import write_atomic
+    write_atomic(out/f"{record['run_id']}.json", "{" + ",\n".join(parts) + "}\n")
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #cc0493f1
 @dataclass

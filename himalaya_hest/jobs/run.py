@@ -22,7 +22,7 @@ from .recording import mirrored, recorded
 from .search import search
 from .shown import (
     check_mirror, closing_lines, record_file, shown, shown_plan)
-from .spaces import with_setting
+from .spaces import check_open, with_setting
 from .working import locked_run, working, working_silently
 from ..measures.records import read_record, Record
 from ..running.checkpoint import FULL, telling_refusals
@@ -98,6 +98,7 @@ def _asked(config, quiet, hooks, on_task):
     if given.get("dry_run") not in (None, False, "false"): return shown_plan(given | named)
     # every mistake among the parameters is found here, in all processes
     asked = resolve(with_processes(given) | named)
+    check_open(asked, given)
     if not is_main_process(): return _follow(asked, hooks)
     # from here on one process decides, and says what to the others
     with Leading() as others:

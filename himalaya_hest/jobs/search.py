@@ -25,11 +25,27 @@ from ..running.run_lock import Leases, locked
 
 log = logging.getLogger("himalaya_hest")
 
+# %% ../../nbs/jobs/03_search.ipynb #6ceec9f0
+def _check_same_world(study, record, parameters):
+    "`ValueError` where a run was judged on other rows than the search's first trial."
+    trials, own = study.get_trials(deepcopy=False), record["world"]["digest"]
+    first = next((t for t in trials if "world" in t.user_attrs), None)
+    # scores of two worlds say nothing of two settings
+    if first and first.user_attrs["world"] != own:
+        place = Path(parameters["results_dir"])
+        raise ValueError(
+            f"{parameters['run_id']} of search {study.study_name} was judged on the world "
+            f"{own[:12]}…, but trial {first.number} on {first.user_attrs['world'][:12]}…: stream "
+            f"{parameters['stream']!r} or its data have changed since; give it back as it was, or "
+            f"remove {place} and {place}.journal to search anew"
+        )
+
 # %% ../../nbs/jobs/03_search.ipynb #45581e5b
 OVERSPENT = 1.05 # times the budget
 
-def _judged(record, parameters):
+def _judged(study, record, parameters):
     "A trial's score, and why it is 0 where a budget was not kept."
+    _check_same_world(study, record, parameters)
     share = record["summary"].get("scope_energy_share")
     budget = parameters["adapter_config"].get("e_max")
     if share is not None and budget and share > OVERSPENT * budget:
@@ -62,7 +78,7 @@ def _run_trial(study, trial, setting, config, run, place, quiet):
     try:
         with _trial_bar(trial, config, quiet) as bar:
             record = run(parameters, _follower(trial, bar))
-        value, why = _judged(record, parameters)
+        value, why = _judged(study, record, parameters)
         if why: trial.set_user_attr("why", why)
         trial.set_user_attr("world", record["world"]["digest"])
     except GivenUp: state = optuna.trial.TrialState.PRUNED
@@ -90,13 +106,13 @@ def finalists(
     return ended[:n] + [t for t in ended[n:] if draw_of(t) == 0]
 
 # %% ../../nbs/jobs/03_search.ipynb #ba9e6423
-def _run_final(trial, i, config, run, place):
+def _run_final(study, trial, i, config, run, place):
     seed = config.search["seed"] + i
     parameters = trial_parameters(
         config, trial.params, seed=seed, order_seed=seed, results_dir=str(place),
         run_id=f"trial-{trial.number}-pair-{i}",
     )
-    try: return _judged(run(parameters, lambda n, retained: None), parameters)[0]
+    try: return _judged(study, run(parameters, lambda n, retained: None), parameters)[0]
     except FloatingPointError: return 0.
 
 # %% ../../nbs/jobs/03_search.ipynb #e81efe92
@@ -113,7 +129,7 @@ def _finals(study, config, run, leases, quiet):
         for t, i in left:
             if not leases.take(name := f"{t.number}-pair-{i}"): continue
             free = True
-            try: out[t.number, i] = _run_final(t, i, config, run, leases.folder)
+            try: out[t.number, i] = _run_final(study, t, i, config, run, leases.folder)
             finally: leases.release(name)
             if not quiet:
                 print(f"finalist {t.number + 1}, pair {i + 1} of {config.search['pairs']}: "

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LR', 'DECAY', 'BETA2', 'LAMBDA', 'TAU', 'ALPHA', 'FACTORS', 'FOUNDING_LAMBDA', 'SPACES', 'FOUNDING', 'GATED',
-           'search_space', 'with_setting', 'check_space', 'space_of', 'told_value']
+           'search_space', 'with_setting', 'check_space', 'space_of', 'check_open', 'told_value']
 
 # %% ../../nbs/jobs/01_spaces.ipynb #b7b378c4
 import math
@@ -154,6 +154,28 @@ def _checked_range(name, given):
             )
     return (_checked_choices if "choices" in given else _checked_bounds)(name, given)
 
+# %% ../../nbs/jobs/01_spaces.ipynb #2bdb1e8d
+def _outermost(space):
+    "(parameter, value): every choice, and both ends of a range."
+    return [(n, v) for n, r in space.items() for v in r.get("choices") or (r["low"], r["high"])]
+
+def _build(config):
+    "Make the adapter of a run in meta tensors."
+    from himalaya_hest.running.shapes import adapter_size, model_config
+    return adapter_size(config, model_config(config.model, config.model_revision), 1)
+
+# %% ../../nbs/jobs/01_spaces.ipynb #34174d21
+def _builds(config, start):
+    "Whether meta tensors tell anything of this adapter: they do where its start can be made."
+    try: return bool(_build(resolve(with_setting(config, start, n_trials=0, search={}))))
+    except Exception: return False
+
+def _unmakeable(name, value, error):
+    return ValueError(
+        f"parameter search.space.{name}: no trial can be made with {value!r} ({error}); "
+        "leave that value out"
+    )
+
 # %% ../../nbs/jobs/01_spaces.ipynb #da50cca2
 def check_space(
     space: dict, # parameter → its bounds or choices
@@ -167,17 +189,43 @@ def check_space(
         )
     out = {name: _checked_range(name, given) for name, given in space.items()}
     # a name that the run does not have fails here, at the values the search starts with
-    resolve(
-        with_setting(config, {name: r["start"] for name, r in out.items()}, n_trials=0, search={})
-    )
+    start = {name: r["start"] for name, r in out.items()}
+    resolve(with_setting(config, start, n_trials=0, search={}))
+    builds = any(name.startswith("adapter_config.") for name in out) and _builds(config, start)
+    for name, value in _outermost(out):
+        # a trial that fails would be taken up again at every call, and no other would come
+        try: made = resolve(with_setting(config, start | {name: value}, n_trials=0, search={}))
+        except ValueError as e: raise _unmakeable(name, value, e) from e
+        if builds and name.startswith("adapter_config."):
+            try: _build(made)
+            except Exception as e: raise _unmakeable(name, value, e) from e
     return out
 
 # %% ../../nbs/jobs/01_spaces.ipynb #bc875077
+def _space(config):
+    return config.search["space"] or search_space(
+        config.adapter, config.preset, config.scale, config.study)
+
 def space_of(config: RunConfig) -> dict: # checked
     "The space that a run asks for, or its adapter's."
-    return check_space(
-        config.search["space"] or search_space(
-            config.adapter, config.preset, config.scale, config.study), config)
+    return check_space(_space(config), config)
+
+# %% ../../nbs/jobs/01_spaces.ipynb #85ac4f58
+def check_open(
+    config: RunConfig, # resolved
+    given: dict, # its parameters as they were asked for
+) -> None:
+    "`ValueError` for a parameter that a run gives, and that its search would choose."
+    if not config.n_trials or config.training.keys() <= (given.get("training") or {}).keys(): return
+    for name in _space(config):
+        group, _, inner = name.partition(".")
+        # the search would win, without a word
+        if inner in (values := given.get(group) or {}):
+            raise ValueError(
+                f"parameter {name} = {values[inner]!r} is given, but the search before the run "
+                f"(n_trials = {config.n_trials}) chooses {name}: leave it out, or give a "
+                "search.space without it"
+            )
 
 # %% ../../nbs/jobs/01_spaces.ipynb #5345216a
 def told_value(value) -> str: return f"{value:.3g}" if isinstance(value, float) else str(value)

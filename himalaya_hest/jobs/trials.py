@@ -48,9 +48,12 @@ def study_name(
 ) -> str:
     "The name of a study: the adapter, and a digest of all that decides about a trial's score."
     judged = resolve(trial_parameters(config, {n: r["start"] for n, r in space.items()}))
+    # the registry brings PyTorch; a first version goes without saying, as in the first searches
+    from himalaya_hest.adapters.registry import method_versions
+    later = {part: v for part, v in method_versions(config.adapter).items() if v > 1}
     told = json.dumps([
         space, {k: config.search[k] for k in ("seed", "prune")},
-        parameters_digest(judged, ignore=_STORAGE + ("role",)),
+        parameters_digest(judged, ignore=_STORAGE + ("role",)), *([later] if later else []),
     ], sort_keys=True)
     return (
         f"{config.adapter}-{config.preset}-{Path(config.search['stream']).stem}-"
