@@ -12,12 +12,14 @@ import os
 import shutil
 import signal
 import threading
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastcore.basics import patch
 
 from .grid_runs import read_json, reports_folder
+from .scrubbing import scrub
 
 # %% ../../nbs/jobs/20_grid_jobs.ipynb #7cdcf8ba
 class GridJob:
@@ -33,7 +35,9 @@ class GridJob:
         # only an error of the run itself counts as its failure
         try: run_continual(parameters, quiet=True)
         except RunTaken as e: note("taken", str(e)); raise
-        except Exception as e: note("failed", f"{type(e).__name__}: {e}"); raise
+        except Exception as e:
+            note("failed", scrub(f"{type(e).__name__}: {e}"))
+            raise RuntimeError(scrub(traceback.format_exc())) from None
         except BaseException: note("interrupted"); raise
         note("finished")
     def checkpoint(self, parameters: dict, report: str):
