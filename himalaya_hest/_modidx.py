@@ -2933,6 +2933,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                            'himalaya_hest/jobs/grid_jobs.py'),
                                               'himalaya_hest.jobs.grid_jobs._gpus': ( 'jobs/grid_jobs.html#_gpus',
                                                                                       'himalaya_hest/jobs/grid_jobs.py'),
+                                              'himalaya_hest.jobs.grid_jobs._make_private': ( 'jobs/grid_jobs.html#_make_private',
+                                                                                              'himalaya_hest/jobs/grid_jobs.py'),
                                               'himalaya_hest.jobs.grid_jobs._reporter': ( 'jobs/grid_jobs.html#_reporter',
                                                                                           'himalaya_hest/jobs/grid_jobs.py'),
                                               'himalaya_hest.jobs.grid_jobs._write': ( 'jobs/grid_jobs.html#_write',

@@ -102,6 +102,19 @@ def _check_options(o):
             "give the command on a machine of the cluster, or cluster local"
         )
 
+# %% ../../nbs/jobs/20_grid_jobs.ipynb #9089b30c
+def _make_private(folder):
+    "Make a folder that only its owner may open; `ValueError` where somebody else may have made it."
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link, expected a folder: remove it, or give another "
+                         "results_dir")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Windows knows no owner by number
+    if hasattr(os, "getuid") and (owner := folder.stat().st_uid) != os.getuid():
+        raise ValueError(f"{folder} belongs to user {owner}, expected yourself: "
+                         "give another results_dir")
+    folder.chmod(0o700)
+
 # %% ../../nbs/jobs/20_grid_jobs.ipynb #5f88bd47
 def _for_slurm(options, name):
     "What sbatch is told of a grid's jobs; what is given goes over what is usual here."
@@ -128,8 +141,7 @@ def executor_of(
     except ImportError as e:
         raise ValueError(
             "a grid needs the package submitit: pip install 'himalaya_hest[grid]'") from e
-    # submitit's pickles are code to whoever reads them, so nobody else may write here
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_private(folder)
     if options.where == "local":
         out = submitit.LocalExecutor(folder)
         out.update_parameters(
