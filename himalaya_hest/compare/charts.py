@@ -72,10 +72,13 @@ def save(self: Chart,
 ) -> Path: # the file
     "Write the figure as {prefix}_{topic}.pdf, without a date in it."
     import matplotlib
-    path = Path(folder) / f"{prefix}_{self.topic}.pdf"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    from himalaya_hest.running.checkpoint import write_atomic
+    path, buffer = Path(folder) / f"{prefix}_{self.topic}.pdf", io.BytesIO()
     with matplotlib.rc_context({"pdf.fonttype": 42}):
-        self.as_written().savefig(path, format="pdf", metadata={"CreationDate": None})
+        self.as_written().savefig(buffer, format="pdf", metadata={"CreationDate": None})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # the folder of a run may be somebody else's, with a link of that name in it
+    write_atomic(path, buffer.getvalue())
     return path
 
 # %% ../../nbs/compare/05_charts.ipynb #9600f840

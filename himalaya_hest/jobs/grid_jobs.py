@@ -12,12 +12,14 @@ import os
 import shutil
 import signal
 import threading
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastcore.basics import patch
 
 from .grid_runs import read_json, reports_folder
+from .scrubbing import scrub
 
 # %% ../../nbs/jobs/20_grid_jobs.ipynb #7cdcf8ba
 class GridJob:
@@ -33,7 +35,9 @@ class GridJob:
         # only an error of the run itself counts as its failure
         try: run_continual(parameters, quiet=True)
         except RunTaken as e: note("taken", str(e)); raise
-        except Exception as e: note("failed", f"{type(e).__name__}: {e}"); raise
+        except Exception as e:
+            note("failed", scrub(f"{type(e).__name__}: {e}"))
+            raise RuntimeError(scrub(traceback.format_exc())) from None
         except BaseException: note("interrupted"); raise
         note("finished")
     def checkpoint(self, parameters: dict, report: str):
@@ -98,6 +102,19 @@ def _check_options(o):
             "give the command on a machine of the cluster, or cluster local"
         )
 
+# %% ../../nbs/jobs/20_grid_jobs.ipynb #9089b30c
+def _make_private(folder):
+    "Make a folder that only its owner may open; `ValueError` where somebody else may have made it."
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link, expected a folder: remove it, or give another "
+                         "results_dir")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Windows knows no owner by number
+    if hasattr(os, "getuid") and (owner := folder.stat().st_uid) != os.getuid():
+        raise ValueError(f"{folder} belongs to user {owner}, expected yourself: "
+                         "give another results_dir")
+    folder.chmod(0o700)
+
 # %% ../../nbs/jobs/20_grid_jobs.ipynb #5f88bd47
 def _for_slurm(options, name):
     "What sbatch is told of a grid's jobs; what is given goes over what is usual here."
@@ -124,8 +141,7 @@ def executor_of(
     except ImportError as e:
         raise ValueError(
             "a grid needs the package submitit: pip install 'himalaya_hest[grid]'") from e
-    # submitit's pickles are code to whoever reads them, so nobody else may write here
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_private(folder)
     if options.where == "local":
         out = submitit.LocalExecutor(folder)
         out.update_parameters(

@@ -51,7 +51,7 @@ def wandb_key() -> str | None: # never kept, logged or shown
     return os.environ.get("WANDB_API_KEY") or _netrc_key(host) or settings.get("api_key") or None
 
 # %% ../../nbs/jobs/04_scrubbing.ipynb #da78013d
-_SECRET_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|PAT|CREDENTIAL)S?$", re.I)
+_SECRET_NAMES = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS|PAT|CREDENTIAL)S?$", re.I)
 
 def known_secrets() -> list[str]: # the longest first
     "Keys and tokens that this process could write by mistake."
@@ -83,16 +83,31 @@ _SHAPES = re.compile("|".join((
     # Amazon's, then Google's
     r"(?<!\w)A[KS]IA[A-Z0-9]{16}(?!\w)",
     r"AIza[\w-]{35}",
-    # signed JSON
-    r"(?<!\w)eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?",
+    # signed JSON; begun within a run of letters and dashes, each part would be read to its end
+    r"(?<![\w-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]*)?",
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"'-]*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
 )))
+
+# %% ../../nbs/jobs/04_scrubbing.ipynb #bebf68be
+# places where words stand as well
+_NAMED = (
+    # a header or a field
+    r"(?P<named>(?:(?<![\w-])token|(?<!\w)(?:api|auth|access|private)-(?:key|token))"
+    r"[\"'\\]*\s*[:=]\s*[\"'\\]*)",
+    # an option, also in a list of words
+    r"(?P<option>--[\w-]{0,30}(?:token|api-?key|secret|password|passwd)[\"'\\,\s=]{1,8})",
+    # the environment, set on a command line
+    r"(?P<set>(?-i:(?<![A-Z0-9_])[A-Z0-9_]{1,40}_(?:TOKEN|KEY|SECRET|PASS|PAT))=[\"'\\]*)",
+)
+_TEXT = r"[^\s\"'\\,;(){}[\]&*<>|]"
+# within sixty characters, so that a long text is read once
+_TELLING = rf"(?={_TEXT}{{0,60}}\d)(?={_TEXT}{{0,60}}[a-z]){_TEXT}{{8,}}"
 
 # %% ../../nbs/jobs/04_scrubbing.ipynb #a20d8fb9
 # of secrets by where they stand; what stands before one, in a group with a name, stays
 _PLACES = re.compile("|".join((
-    # user:password@ of a URL
-    r"(?<=://)[^\s/@:\"'\\]*:[^\s/@\"'\\]+(?=@)",
+    # user:password@ of a URL, up to the last @; a token in place of both has a digit
+    r"(?<=://)(?:[^\s/:\"'\\]*:[^\s/\"'\\]+|(?=[^\s/@]{0,60}\d)[^\s/:\"'\\]{16,})(?=@)",
     # a header; what follows `bearer` alone must have a digit, or it may be a sentence
     r"(?P<header>authorization[\"'\\]*\s*[:=]\s*[\"'\\]*(?:(?:bearer|basic|token)\s+)?"
     r"|\bbearer\s+(?=[\w.~+/=-]*\d))[\w.~+/=-]{8,}",
@@ -100,9 +115,10 @@ _PLACES = re.compile("|".join((
     r"(?P<query>[?&](?:[\w-]*(?:key|token|secret|password|signature|credential)"
     r"|sig|policy)=)[^\s&#\"'\\<>]+",
     # a field of JSON, YAML or a command line
-    r"(?P<field>(?:api_?key|(?:access|auth|refresh)_?token|secret_?key|client_?secret"
+    r"(?P<field>(?:api[_-]?key|(?:access|auth|refresh)[_-]?token|secret_?key|client_?secret"
     r"|password|passwd)[\"'\\]*(?:=|\s*:\s*(?=\\*[\"']))[\"'\\]*)"
     r"[^\s\"'\\,;)}\]&*]{6,}",
+    *(place + _TELLING for place in _NAMED),
 )), re.I)
 
 # %% ../../nbs/jobs/04_scrubbing.ipynb #eb14d5fc

@@ -9,8 +9,10 @@ __all__ = ['log', 'NO_TOKENIZER', 'KERNELS', 'held_in_4_bits', 'held_as', 'not_l
 # %% ../../nbs/running/19_backbone.ipynb #2efbb4c9
 import contextlib
 import hashlib
+import json
 import logging
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -201,12 +203,37 @@ def keep_few_kernels() -> None:
         os.environ.setdefault(name, str(KERNELS))
 
 
+# %% ../../nbs/running/19_backbone.ipynb #377aa7cc
+def _lies(name, file, at):
+    "Where a file of a folder or a repository lies; None where it has none."
+    from transformers.utils import cached_file
+    return cached_file(str(name), file, _raise_exceptions_for_gated_repo=False,
+                       _raise_exceptions_for_missing_entries=False, **at)
+
+def _check_files(name, config, at):
+    "`ValueError` where transformers would open weights that are no safetensors of the model's own."
+    said = str(getattr(config, "transformers_weights", None) or "model.safetensors.index.json")
+    files = [said]
+    if said.endswith(".index.json"):
+        index = _lies(name, said, at)
+        told = json.loads(Path(index).read_text("utf-8")) if index else dict(weight_map={})
+        named = told.get("weight_map") if isinstance(told, dict) else None
+        files = list(named.values()) if isinstance(named, dict) else [named]
+    # transformers loads an adapter that lies beside a model with it
+    if _lies(name, "adapter_config.json", at) and not _lies(name, "adapter_model.safetensors", at):
+        files.append("adapter_model.bin")
+    for file in files:
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\:]+\.safetensors", file):
+            raise ValueError(f"a file of its weights is said to be {file!r:.60}, "
+                             "expected a name without folders that ends in .safetensors")
+
 # %% ../../nbs/running/19_backbone.ipynb #7199ae55
-def _from_safetensors(name, revision, held):
+def _from_safetensors(name, revision, config, held):
     "A model and its digest, from a folder or from the hub."
     from transformers import AutoModelForCausalLM
     # a folder is told by its files, a repository by name and commit
     path, at = model_folder(name), dict(revision=revision) if revision else {}
+    _check_files(path or name, config, at)
     # who loads a small folder does not wait for it
     small = path and sum(p.stat().st_size for p in path.glob("*.safetensors")) < 2e8
     with without_bars() if small else contextlib.nullcontext():
@@ -246,7 +273,7 @@ def load_backbone(
     held, tokenizer = held_as(dtype, quantisation, config), load_tokenizer(name, revision)
     try:
         if gguf_path(name): model, digest = from_gguf(name, config, **held)
-        else: model, digest = _from_safetensors(name, revision, held)
+        else: model, digest = _from_safetensors(name, revision, config, held)
     except (OSError, ValueError, LookupError, NotImplementedError) as e:
         raise ValueError(not_loaded(name, revision, e)) from e
     prepare_quantised(model)

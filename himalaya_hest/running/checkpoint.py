@@ -103,11 +103,11 @@ def sync_tree(
 # %% ../../nbs/running/12_checkpoint.ipynb #ed3f100e
 def write_atomic(
     path: Path, # the file to be there afterwards, whole
-    text: str,
+    text: str | bytes,
 ) -> None:
-    "Replace a text file in one step: a reader sees the old one or the new one."
+    "Replace a file in one step: a reader sees the old one or the new one."
     # before anything is opened, so that a text that cannot be written changes nothing
-    try: data = text.encode()
+    try: data = text if isinstance(text, bytes) else text.encode()
     except UnicodeEncodeError as e:
         near = ascii(text[max(e.start - 30, 0):e.start + 1])
         raise ValueError(
