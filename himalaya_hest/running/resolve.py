@@ -14,7 +14,7 @@ from pathlib import Path
 from ..adapters.defaults import searched_defaults, training_defaults
 from ..adapters.names import import_adapter_module, is_from_outside, parse_adapter
 from himalaya_hest.running.checks import (
-    check_execution, check_instructions, check_places, check_protocol, check_stopping,
+    check_execution, check_instructions, check_noise, check_places, check_protocol, check_stopping,
 )
 from .names import default_run_id, plain_name, told_length
 from himalaya_hest.running.parameters import (
@@ -383,5 +383,6 @@ def resolve(
     cfg.training, cfg.evaluation = _resolve_training(cfg), _resolve_evaluation(cfg)
     for step in (_resolve_tasks, _resolve_energy, check_execution, check_instructions): step(cfg)
     cfg.search = _resolve_search(cfg)
-    for step in (check_stopping, _check_formed, _resolve_tracker, _resolve_name): step(cfg)
+    for step in (check_stopping, check_noise): step(cfg)
+    for step in (_check_formed, _resolve_tracker, _resolve_name): step(cfg)
     return cfg

@@ -18,7 +18,8 @@ from ..adapters.names import adapter_names
 from ..ground.spelling import nearest
 from .parameters import GROUPS, RunConfig, said_of
 from .resolve import resolve
-from ..streams.stream import read_yaml, stream_names
+from ..streams.stream import read_yaml, read_yaml_text, stream_names
+from ..streams.templates import brief
 
 # %% ../../nbs/running/06_run_files.ipynb #d307579a
 def notebook_parameters(
@@ -152,12 +153,31 @@ def check_words(
         if told := _meant(word): raise ValueError(told)
 
 # %% ../../nbs/running/06_run_files.ipynb #61aaffc5
+def _value_of(name, text):
+    "The value behind the =, as a run file would have it."
+    where = f"argument {name}"
+    try: return read_yaml_text(text, where) if text else ""
+    except ValueError as e:
+        why = str(e).removeprefix(where).removeprefix(", line 1").lstrip(":, ")
+        if why.startswith("not readable"):
+            why += ("; a list stands in brackets, and the whole argument in quotes, such as "
+                    "'adapter_config.target_modules=[q_proj, v_proj]'")
+        raise ValueError(f"{where}={text[:60]}: {why}") from None
+
+def _into_group(group, name, value, out):
+    "A nested parameter beside those that its group has already."
+    if not isinstance(beside := out.get(group) or {}, dict):
+        raise ValueError(
+            f"argument {name}: parameter {group} is given as {brief(beside)} too, expected names "
+            "and values; leave one of them out"
+        )
+    out[group] = beside | {name.partition(".")[2]: value}
+
 def read_arguments(
     arguments: list, # run files, laid over one another, and name=value with dots for nested ones
 ) -> dict: # parameters
     """The parameters that a command line names, those of files first, whatever their order; nothing
     behind the = is an empty text, `null` is None."""
-    import yaml
     # a shell's slips are told before a file is looked for
     check_words(arguments)
     out = {}
@@ -166,9 +186,9 @@ def read_arguments(
             laid = isinstance(value, dict) and isinstance(out.get(name), dict)
             out[name] = out[name] | value if laid else value
     for name, _, text in (a.partition("=") for a in arguments if "=" in a):
-        value = yaml.safe_load(text) if text else ""
-        group, dot, key = name.partition(".")
-        if dot: out[group] = (out.get(group) or {}) | {key: value}
+        value = _value_of(name, text)
+        group, dot, _ = name.partition(".")
+        if dot: _into_group(group, name, value, out)
         else: out[name] = value
     return out
 

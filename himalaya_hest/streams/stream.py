@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MAX_YAML_BYTES', 'MAX_YAML_DEPTH', 'MAX_DIGITS', 'SOURCES', 'WORLDS', 'WRITE_ROWS', 'stream_names', 'streams_dir',
-           'read_yaml', 'Stream', 'load_stream', 'stream_from', 'stream_table', 'task_order']
+           'read_yaml', 'read_yaml_text', 'Stream', 'load_stream', 'stream_from', 'stream_table', 'task_order']
 
 # %% ../../nbs/streams/04_stream.ipynb #06bb33b7
 import json
@@ -55,10 +55,18 @@ def read_yaml(
             f"{path}: cannot be read ({e.strerror}); give the path of a stream file"
         ) from None
 
+def read_yaml_text(
+    text: str, # of YAML
+    where: str, # what it is called, for messages
+):
+    "A text as plain data, read as a file is; `ValueError` in one line."
+    try: return _plain_data(where, text)
+    except ValueError as e: raise ValueError(" ".join(str(e).split())) from None
+
 # %% ../../nbs/streams/04_stream.ipynb #236dffab
-def _plain_data(path):
+def _plain_data(path, text=None):
     import yaml
-    try: return yaml.load(_yaml_text(path), _loader())
+    try: return yaml.load(_yaml_text(path) if text is None else text, _loader())
     except RecursionError:
         raise ValueError(f"{path}: not readable as YAML: nested too deeply") from None
     except UnicodeDecodeError as e:
@@ -124,15 +132,19 @@ def _mapping(loader, node):
 
 # %% ../../nbs/streams/04_stream.ipynb #390908de
 def _number(loader, node):
-    "A number of few digits; with a colon it is text."
+    "A number of few digits, none of them an idle 0 before it; with a colon it is text."
     import yaml
     text = loader.construct_scalar(node)
     if ":" in text: return text
+    why = ""
     if len(text) > MAX_DIGITS:
+        why = f"a number of {len(text)} characters, at most {MAX_DIGITS} are read"
+    # in base 8 for YAML, and in base 10 for whoever reads the file
+    elif re.fullmatch(r"[-+]?0[0-9_]+", text):
+        why = f"the number {text} begins with 0, which YAML reads in base 8; leave the 0 out"
+    if why:
         raise _Unfit(
-            f", line {node.start_mark.line + 1}: a number of {len(text)} characters, "
-            f"at most {MAX_DIGITS} are read; put it in quotes if text is meant"
-        )
+            f", line {node.start_mark.line + 1}: {why}, or put it in quotes if text is meant")
     return yaml.SafeLoader.yaml_constructors[node.tag](loader, node)
 
 # %% ../../nbs/streams/04_stream.ipynb #5bd199a1

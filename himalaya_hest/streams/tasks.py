@@ -11,6 +11,7 @@ __all__ = ['KINDS', 'SPLITS', 'GROUPS', 'STOPS', 'label_text', 'entity_spans', '
 import base64
 import hashlib
 import re
+import unicodedata
 from dataclasses import asdict, dataclass, field, replace
 
 from fastcore.basics import patch
@@ -24,6 +25,32 @@ def _contradicts(value, labels): # does the label at the place of a truth value 
     said = labels[value].strip().casefold() if len(labels) == 2 else ""
     return said in (_FALSE if value else _TRUE)
 
+def _counted(labels): # are they whole numbers that go up one by one?
+    try: numbers = [int(l) for l in labels]
+    except ValueError: return False
+    return numbers == [*range(numbers[0], numbers[0] + len(numbers))]
+
+# %% ../../nbs/streams/02_tasks.ipynb #ccf4a749
+def _check_number(value, labels): # a position whose number is the text of another label
+    texts = [l.strip() for l in labels]
+    if isinstance(value, bool) or _counted(labels) or str(value) not in texts: return
+    if texts[value] != str(value):
+        raise LookupError(
+            f"label {value} would be {labels[value]!r} by its position in {list(labels)}, which has "
+            "that number elsewhere: write labels as texts in the data (JSONL), "
+            "or order the labels by number, from 0 on")
+
+def _meant(value, labels): # what a label that does not exist may have been meant as
+    if isinstance(value, int) and str(value) in [l.strip() for l in labels]:
+        return ("; numbers in the data are positions, from 0 on: write this label as a text, "
+                f"'{value}', in the data (JSONL)")
+    plain = lambda text: unicodedata.normalize("NFC", text).strip().casefold()
+    for l in labels if isinstance(value, str) else ():
+        if plain(l) == plain(value):
+            return (f"; it differs from {l!r} in Unicode normalisation alone (NFC, NFD): "
+                    "write both in one of them")
+    return ""
+
 # %% ../../nbs/streams/02_tasks.ipynb #763c2a02
 def label_text(
     value, # the cell: position, truth value or text
@@ -36,10 +63,12 @@ def label_text(
     if isinstance(value, str):
         match = [l for l in labels if l.strip().casefold() == value.strip().casefold()]
         if match: return match[0]
-    elif isinstance(value, int) and 0 <= value < len(labels): return labels[int(value)]
+    elif isinstance(value, int) and 0 <= value < len(labels):
+        _check_number(value, labels)
+        return labels[int(value)]
     raise LookupError(
         f"label {brief(value)} is neither a position 0 to {len(labels) - 1} "
-        f"nor one of {list(labels)}"
+        f"nor one of {list(labels)}{_meant(value, labels)}"
     )
 
 # %% ../../nbs/streams/02_tasks.ipynb #6ec7c3b3
