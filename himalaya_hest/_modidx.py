@@ -2874,6 +2874,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                          'himalaya_hest.jobs.grid._add_where': ('jobs/grid.html#_add_where', 'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._asked_runs': ( 'jobs/grid.html#_asked_runs',
                                                                                   'himalaya_hest/jobs/grid.py'),
+                                         'himalaya_hest.jobs.grid._check_finished': ( 'jobs/grid.html#_check_finished',
+                                                                                      'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._command': ('jobs/grid.html#_command', 'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._look': ('jobs/grid.html#_look', 'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._now': ('jobs/grid.html#_now', 'himalaya_hest/jobs/grid.py'),
