@@ -112,7 +112,7 @@ def _stopped(jobs, watch):
 
 # %% ../../nbs/jobs/21_grid.ipynb #9a88cd12
 def _check_finished(runs, results_dir):
-    "`ValueError` for a finished run whose stream file or data have changed, as the run itself says."
+    "`ValueError`, as of the run itself, for a finished one whose stream file or data have changed."
     from himalaya_hest.running.world import check_world
     for run_id, parameters in runs.items():
         record = read_json(results_dir/run_id/"record.json")
