@@ -107,6 +107,7 @@ def _check_version(record):
                 f"code_version, {record.get('code_version')}"
             )
 
+# %% ../../nbs/jobs/14_again.ipynb #2e70ecf8
 def _check_repeatable(record, allow_code_execution, adapter_module):
     "`ValueError` for a run that its record's parameters alone do not repeat."
     config, name = record["config"], record["run_id"]

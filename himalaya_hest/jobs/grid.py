@@ -17,10 +17,11 @@ from pathlib import Path
 from ..ground.table import Table
 from .grid_jobs import GridOptions, Jobs
 from himalaya_hest.jobs.grid_runs import (
-    RunState, combinations, load_grid, named_runs, reports_folder, run_state, states_table,
-    write_compact,
+    RunState, combinations, load_grid, named_runs, read_json, reports_folder, run_state,
+    states_table, write_compact,
 )
 from ..measures.records import read_grid
+from ..running.resolve import resolve
 from ..running.run_files import exit_status, read_arguments
 
 # %% ../../nbs/jobs/21_grid.ipynb #a7b1770b
@@ -109,6 +110,19 @@ def _stopped(jobs, watch):
     jobs.stop()
     while any(not job.done() for job in jobs.active.values()): time.sleep(.2)
 
+# %% ../../nbs/jobs/21_grid.ipynb #9a88cd12
+def _check_finished(runs, results_dir):
+    "`ValueError`, as of the run itself, for a finished one whose stream file or data have changed."
+    from himalaya_hest.running.world import check_world
+    for run_id, parameters in runs.items():
+        record = read_json(results_dir/run_id/"record.json")
+        if "summary" not in record: continue
+        # notes in the cache tell, in milliseconds; a budget's record may lie elsewhere by now
+        try: check_world(record, resolve(parameters, later=[]))
+        except ValueError as e:
+            raise ValueError(
+                f"{e} (in a grid: give another --results-dir, or remove the run's folder)") from e
+
 # %% ../../nbs/jobs/21_grid.ipynb #ca5fca07
 def run_grid(
     runs: dict[str, dict], # run_id → parameters, from `named_runs`
@@ -123,6 +137,7 @@ def run_grid(
     """Run what is not finished, and watch until all runs have ended or failed. Stopped by Ctrl-C,
     local runs write a checkpoint; Slurm's jobs go on, and the same call watches them again."""
     results_dir, failed = Path(results_dir), {}
+    _check_finished(runs, results_dir)
     jobs = Jobs(runs, results_dir, options or GridOptions(), name)
     watch = Watch(runs, results_dir, name, quiet)
     jobs.attach()

@@ -122,7 +122,8 @@ def _misplaced(name, value):
                   "--results-dir",
         dry_run="give --dry-run",
     )
-    return ValueError(f"parameter {name} = {value!r} is not for the runs of a grid: {instead[name]}")
+    return ValueError(
+        f"parameter {name} = {value!r} is not for the runs of a grid: {instead[name]}")
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #d61d9faf
 def named_runs(

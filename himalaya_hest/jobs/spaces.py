@@ -165,16 +165,25 @@ def _build(config):
     return adapter_size(config, model_config(config.model, config.model_revision), 1)
 
 # %% ../../nbs/jobs/01_spaces.ipynb #34174d21
-def _builds(config, start):
-    "Whether meta tensors tell anything of this adapter: they do where its start can be made."
-    try: return bool(_build(resolve(with_setting(config, start, n_trials=0, search={}))))
-    except Exception: return False
+def _make(config, setting, builds):
+    "Resolve a trial's parameters, and make its adapter where meta tensors tell anything of it."
+    made = resolve(with_setting(config, setting, n_trials=0, search={}))
+    if builds: _build(made)
 
-def _unmakeable(name, value, error):
-    return ValueError(
-        f"parameter search.space.{name}: no trial can be made with {value!r} ({error}); "
-        "leave that value out"
-    )
+def _check_makeable(config, start, space):
+    "`ValueError` for a choice or an end of a range that no trial can be made with."
+    shaped = {n for n in space if n.startswith("adapter_config.")}
+    # where not even the start can be made of meta tensors, they say nothing of the others
+    try: _make(config, start, shaped)
+    except Exception: shaped = ()
+    for name, value in _outermost(space):
+        # a trial that fails would be taken up again at every call, and no other would come
+        try: _make(config, start | {name: value}, name in shaped)
+        except Exception as e:
+            raise ValueError(
+                f"parameter search.space.{name}: no trial can be made with {value!r} ({e}); "
+                "leave that value out"
+            ) from e
 
 # %% ../../nbs/jobs/01_spaces.ipynb #da50cca2
 def check_space(
@@ -191,14 +200,7 @@ def check_space(
     # a name that the run does not have fails here, at the values the search starts with
     start = {name: r["start"] for name, r in out.items()}
     resolve(with_setting(config, start, n_trials=0, search={}))
-    builds = any(name.startswith("adapter_config.") for name in out) and _builds(config, start)
-    for name, value in _outermost(out):
-        # a trial that fails would be taken up again at every call, and no other would come
-        try: made = resolve(with_setting(config, start | {name: value}, n_trials=0, search={}))
-        except ValueError as e: raise _unmakeable(name, value, e) from e
-        if builds and name.startswith("adapter_config."):
-            try: _build(made)
-            except Exception as e: raise _unmakeable(name, value, e) from e
+    _check_makeable(config, start, out)
     return out
 
 # %% ../../nbs/jobs/01_spaces.ipynb #bc875077
