@@ -1832,6 +1832,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                           'himalaya_hest/ground/table.py'),
                                             'himalaya_hest.ground.table._shown': ( 'ground/table.html#_shown',
                                                                                    'himalaya_hest/ground/table.py'),
+                                            'himalaya_hest.ground.table.printable': ( 'ground/table.html#printable',
+                                                                                      'himalaya_hest/ground/table.py'),
                                             'himalaya_hest.ground.table.table_html': ( 'ground/table.html#table_html',
                                                                                        'himalaya_hest/ground/table.py'),
                                             'himalaya_hest.ground.table.table_markdown': ( 'ground/table.html#table_markdown',

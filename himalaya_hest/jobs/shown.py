@@ -9,6 +9,7 @@ __all__ = ['shown_plan', 'record_file', 'check_mirror', 'shown', 'closing_lines'
 from pathlib import Path
 
 from ..ground.processes import is_main_process
+from ..ground.table import printable
 from .working import logged
 from .scrubbing import check_secrets
 from .tracking import check_tracker, is_mirrored, mirror
@@ -91,4 +92,4 @@ def closing_lines(
                 f"{info['name']}: max_new_tokens cuts the labels {_some(cut)}, "
                 "which no answer can be; set it higher in the stream's file"
             )
-    return lines + _not_learned(record)
+    return [printable(line) for line in lines + _not_learned(record)]
