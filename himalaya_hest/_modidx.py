@@ -4263,6 +4263,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                             'himalaya_hest/running/gguf_file.py'),
                                                  'himalaya_hest.running.gguf_file._read_once': ( 'running/gguf_file.html#_read_once',
                                                                                                  'himalaya_hest/running/gguf_file.py'),
+                                                 'himalaya_hest.running.gguf_file._reader': ( 'running/gguf_file.html#_reader',
+                                                                                              'himalaya_hest/running/gguf_file.py'),
                                                  'himalaya_hest.running.gguf_file.file_digest': ( 'running/gguf_file.html#file_digest',
                                                                                                   'himalaya_hest/running/gguf_file.py'),
                                                  'himalaya_hest.running.gguf_file.gguf_arguments': ( 'running/gguf_file.html#gguf_arguments',
