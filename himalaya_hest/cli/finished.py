@@ -9,6 +9,7 @@ __all__ = ['evaluate_parser', 'evaluate', 'report_parser', 'report', 'records_pa
 import argparse
 import difflib
 import json
+import re
 from pathlib import Path
 
 # %% ../../nbs/cli/02_finished.ipynb #0b8a7369
@@ -140,7 +141,9 @@ def record_lines(
     text: str, # JSON of a record
 ) -> str: # the same, a line for each of its parts
     "A record to be read, or compared line by line."
-    short = lambda x: json.dumps(x, ensure_ascii=False, separators=(",", ":"))
+    plain = lambda x: json.dumps(x, ensure_ascii=False, separators=(",", ":"))
+    # JSON leaves those of the control characters that are no ASCII
+    short = lambda x: re.sub("[\x7f-\x9f]", lambda m: f"\\u{ord(m[0]):04x}", plain(x))
     parts = (f"{short(k)}:{short(v)}" for k, v in json.loads(text).items())
     return "{" + ",\n".join(parts) + "}"
 
@@ -173,7 +176,8 @@ def records(
             raise ValueError(f"{a.file}: give the file a name that ends in .parquet")
         print(pack_folder(a.folder, a.file))
         return 0
+    from himalaya_hest.ground.table import printable
     texts = _texts_of(a.file)
-    if a.what == "list": print(*texts, sep="\n")
+    if a.what == "list": print(*map(printable, texts), sep="\n")
     else: print(*(record_lines(texts[r]) for r in _chosen(texts, a.run_id)), sep="\n")
     return 0

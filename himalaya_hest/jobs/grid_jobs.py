@@ -144,6 +144,7 @@ def executor_of(
     _make_private(folder)
     if options.where == "local":
         out = submitit.LocalExecutor(folder)
+        # submitit asks for a limit; nobody else waits for this place
         out.update_parameters(
             timeout_min=60 * 24 * 365, tasks_per_node=options.processes, stderr_to_stdout=True)
         return out

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..adapters.registry import method_versions
 from ..ground.processes import is_main_process
+from ..ground.table import printable
 from .working import logged
 from .scrubbing import check_secrets
 from .tracking import check_tracker, is_mirrored, mirror
@@ -103,4 +104,4 @@ def closing_lines(
                 f"{info['name']}: max_new_tokens cuts the labels {_some(cut)}, "
                 "which no answer can be; set it higher in the stream's file"
             )
-    return lines + _not_learned(record)
+    return [printable(line) for line in lines + _not_learned(record)]

@@ -66,6 +66,13 @@ def resolve(
         value = value[step]
     return value
 
+# %% ../../nbs/streams/01_templates.ipynb #fca6198a
+def _there(name, keys):
+    "The keys that there are, of which a row may have many, and the one that may be meant."
+    names = sorted(str(k)[:60] for k in keys)
+    more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
+    return f"there are {names[:20]}{more}{nearest(name, names)}"
+
 # %% ../../nbs/streams/01_templates.ipynb #6e80056a
 def brief(
     value, # anything
@@ -83,12 +90,6 @@ def brief_key(
 ) -> str:
     "The same of a key, whose type goes without saying where it is text."
     return repr(key[:60]) if isinstance(key, str) else brief(key)
-
-def _there(name, keys):
-    "The keys that there are, of which a row may have many, and the one that may be meant."
-    names = sorted(str(k)[:60] for k in keys)
-    more = f" and {len(names) - 20:,} more" if len(names) > 20 else ""
-    return f"there are {names[:20]}{more}{nearest(name, names)}"
 
 # %% ../../nbs/streams/01_templates.ipynb #f89ef14a
 MAX_TEXT_BYTES = 2 ** 20 # of a cell, as UTF-8
