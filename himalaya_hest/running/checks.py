@@ -195,6 +195,7 @@ def _check_development(cfg, name, n):
             "validation: 'validation[50%:]', development: 'validation[:50%]'}, or "
             "leave eval_steps out."
         )
+    # an evaluated row that chose the model would be reported as if it had not
     for t in _tasks(name, n):
         if not _overlap(t.splits["development"], t.splits["validation"]): continue
         raise ValueError(

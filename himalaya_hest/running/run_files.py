@@ -173,6 +173,7 @@ def _into_group(group, name, value, out):
         )
     out[group] = beside | {name.partition(".")[2]: value}
 
+# %% ../../nbs/running/06_run_files.ipynb #91744336
 def read_arguments(
     arguments: list, # run files, laid over one another, and name=value with dots for nested ones
 ) -> dict: # parameters

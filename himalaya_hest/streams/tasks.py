@@ -60,6 +60,7 @@ def label_text(
     if isinstance(value, bool) and _contradicts(value, labels):
         raise LookupError(f"label {value} would be {labels[value]!r} by its position in {list(labels)}: "
                           "give the labels in the order false, true")
+    # a text is one of the labels, a number its position
     if isinstance(value, str):
         match = [l for l in labels if l.strip().casefold() == value.strip().casefold()]
         if match: return match[0]
