@@ -20,7 +20,7 @@ from .header import short
 
 # %% ../../nbs/bridge/06_settings.ipynb #57adab0a
 LARGEST = 1e8 # no number of a configuration is larger, and none of a file without a record
-MAX_NAMES = 1000 # of modules, and of modules themselves
+MAX_NAMES = 1000 # of modules in a field, and modules that a field asks for
 
 def _of_plain_type(value, hint) -> bool:
     "`of_type` for a type without arguments."

@@ -18,7 +18,7 @@ from .spaces import check_open
 from ..running.resolve import resolve
 from ..running.run_files import read_named
 from ..ground.table import Table
-from ..measures.records import read_record
+from ..measures.records import read_record, record_lines
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #bd0ac112
 KEYS = ("name", "base", "axes", "pairs")
@@ -182,12 +182,10 @@ def write_compact(
 ) -> None:
     "One compact record, with a line for each of its parts."
     record = read_record(source)
-    short = lambda x: json.dumps(x, ensure_ascii=False, separators=(",", ":"))
-    parts = [f"{short(k)}:{short(v)}" for k, v in compact(record, command).items()]
     out.mkdir(parents=True, exist_ok=True)
     # whoever packs records while a grid runs reads whole ones
     from himalaya_hest.running.checkpoint import write_atomic
-    write_atomic(out/f"{record['run_id']}.json", "{" + ",\n".join(parts) + "}\n")
+    write_atomic(out/f"{record['run_id']}.json", record_lines(compact(record, command)) + "\n")
 
 # %% ../../nbs/jobs/19_grid_runs.ipynb #cc0493f1
 @dataclass

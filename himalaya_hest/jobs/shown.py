@@ -8,7 +8,7 @@ __all__ = ['shown_plan', 'record_file', 'check_mirror', 'shown', 'closing_lines'
 # %% ../../nbs/jobs/09_shown.ipynb #2cc54a41
 from pathlib import Path
 
-from ..adapters.registry import method_versions
+from ..adapters.registry import version_fault
 from ..ground.processes import is_main_process
 from ..ground.table import printable
 from .working import logged
@@ -50,16 +50,6 @@ def check_mirror(
         check_tracker(config)
 
 # %% ../../nbs/jobs/09_shown.ipynb #7a57b449
-def _check_versions(record, config):
-    "`ValueError` for a finished run of another form of its method; old records do not say theirs."
-    here = method_versions(config.adapter)
-    if (there := record.get("method_versions") or here) != here:
-        raise ValueError(
-            f"run {config.run_id} was made with version {there} of the method, and this package has "
-            f"{here}, which computes something else: give another run_id, or overwrite=True to run "
-            "it again"
-        )
-
 def shown(
     config: RunConfig, # resolved
     on_task=None, # as of `run_continual`
@@ -69,7 +59,9 @@ def shown(
     file = record_file(config)
     record = read_record(file)
     check_world(record, config)
-    _check_versions(record, config)
+    if fault := version_fault(record.get("method_versions"), config.adapter):
+        raise ValueError(f"run {config.run_id} was made with {fault}: give another run_id, or "
+                         "overwrite=True to run it again")
     tell_tasks(on_task, record.get("history") or [], record["tasks"])
     print(f"{file} is there already and is shown; overwrite=true (True in Python) runs it again.")
     if is_mirrored(record, config): return record

@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['record_row', 'pack_records', 'record_texts', 'unpack_records', 'grid_file', 'records_of', 'read_grid', 'Record',
            'check_record', 'plain_json', 'read_record', 'finished_runs', 'record_path', 'is_committed', 'record_text',
-           'load_record', 'select_runs', 'readable', 'load_records', 'pack_folder']
+           'load_record', 'select_runs', 'readable', 'load_records', 'record_lines', 'pack_folder']
 
 # %% ../../nbs/measures/13_records.ipynb #b1aec566
 import difflib
 import json
 import os
+import re
 import stat
 import warnings
 from functools import lru_cache
@@ -333,6 +334,16 @@ def load_records(
     return same_world(
         readable(lambda r: load_record(results_dir, r), select_runs(results_dir, run_ids))
     )
+
+# %% ../../nbs/measures/13_records.ipynb #7a706781
+def record_lines(
+    record: dict, # of a run
+) -> str: # JSON
+    "A record with a line for each of its parts."
+    plain = lambda x: json.dumps(x, ensure_ascii=False, separators=(",", ":"))
+    # JSON leaves those of the control characters that are no ASCII
+    short = lambda x: re.sub("[\x7f-\x9f]", lambda m: f"\\u{ord(m[0]):04x}", plain(x))
+    return "{" + ",\n".join(f"{short(k)}:{short(v)}" for k, v in record.items()) + "}"
 
 # %% ../../nbs/measures/13_records.ipynb #5c1d7e09
 def pack_folder(

@@ -86,7 +86,7 @@ from dataclasses import asdict, fields
 from torch import Tensor
 
 from ..adapters.registry import (
-    Adapter, adapter_tensors, load_adapter_tensors, method_versions)
+    Adapter, adapter_tensors, load_adapter_tensors, method_versions, version_fault)
 from himalaya_hest.ground.processes import (
     is_main_process, num_processes, on_main, tensors_from_main,
 )
@@ -233,11 +233,9 @@ def restore_run(
             "since this run began; restore them, or begin anew under another run_id"
         )
     # another version computes something else
-    here = method_versions(run.config.adapter)
-    if (there := meta.get("method_versions", here)) != here:
-        raise ValueError(f"{run.folder}: it was begun with version {there} of the method, and this "
-                         f"package has {here}, which computes something else: go on with that one, or "
-                         "begin anew under another run_id")
+    if fault := version_fault(meta.get("method_versions"), run.config.adapter):
+        raise ValueError(f"{run.folder}: it was begun with {fault}: go on with that one, or begin "
+                         "anew under another run_id")
     run.position = _position_of(meta["position"], run)
     state = restore_tensors(run.adapter, tensors, run.position.in_task)
     log.info("resumed at task %d, step %d", run.position.task, run.position.global_step)

@@ -66,15 +66,16 @@ def paired_lines(
 
 # %% ../../nbs/study/16_front.ipynb #c2a19e85
 def _how(low, high): # a difference with this interval
-    return "not told apart from" if low <= 0 <= high else "above" if low > 0 else "below"
+    # without an interval nothing is told
+    return "above" if low > 0 else "below" if high < 0 else "not told apart from"
 
-def _hows(row): # of the paired table: over the stream; at its end; does that hold over orders too?
-    end = _how(row["rows from"], row["rows to"])
-    over_orders = _how(row["final from"], row["final to"])
-    return _how(row["95 % from"], row["to"]), end, end == over_orders
+def _hows(row): # of the paired table: over the stream; at its end, by rows and over orders
+    ends = ("95 % from", "to"), ("rows from", "rows to"), ("final from", "final to")
+    return [_how(row[low], row[high]) for low, high in ends]
 
-def _at_end(firm): # is it so by rows and over orders?
-    return "at the end" if firm else "at the end (of these runs; over orders not told apart)"
+def _at_end(by_rows, over_orders):
+    if by_rows == over_orders: return "at the end"
+    return f"at the end (of these runs; over orders {over_orders.removesuffix(' from')})"
 
 def _told(difference, low, high): # as a cell: the difference, its interval, and what that says
     # one digit more where a sign would be all that is left
@@ -133,28 +134,38 @@ def beside_table(
     return Table("", columns, rows)
 
 # %% ../../nbs/study/16_front.ipynb #913315dc
+def _told_of(hows):
+    over, end, orders = hows
+    again = "" if over == end else f"{end} it "
+    return f"{over} it over the stream and {again}{_at_end(end, orders)}"
+
 def bank_verdict(
     row: dict, # of the paired table
 ) -> str: # for the first screen
     "HIMALAYA beside one bank, in a few words."
-    over, end, firm = _hows(row)
-    if over == end: return f"{over} it over the stream and {_at_end(firm)}"
-    return f"{over} it over the stream and {end} it {_at_end(firm)}"
+    return _told_of(_hows(row))
 
 # %% ../../nbs/study/16_front.ipynb #d303052f
 def _banks(wide, narrow): # how the method stands to both
     if wide != narrow: return f"{wide} the bank of rank 8 and {narrow} the one of rank 1"
     return wide + (" either bank" if wide.startswith("not") else " both banks")
 
+def _beside_both(wide, narrow): # what `_hows` says of each
+    over, *ends = zip(wide, narrow)
+    at_end = {_at_end(*end) for end in zip(*ends)}
+    # where the banks part at the end, each is told by itself
+    if len(at_end) > 1:
+        return "; ".join(f"{_told_of(hows)}, {bank}" for hows, bank in (
+            (wide, "the bank of rank 8"), (narrow, "the one of rank 1")))
+    if over == ends[0]: return f"{_banks(*over)}, over the stream and {at_end.pop()}"
+    return f"{_banks(*over)} over the stream, and {_banks(*ends[0])} {at_end.pop()}"
+
 def front_verdict(
     records: list[dict], # of one main comparison
 ) -> str: # for the first screen
     "HIMALAYA beside both banks, in a few words."
     lines = paired_lines(records)
-    rows = [lines[m] for m in (WIDE, "lora-bank")]
-    over, end, firm = zip(*map(_hows, rows))
-    if over == end: return f"{_banks(*over)}, over the stream and {_at_end(all(firm))}"
-    return f"{_banks(*over)} over the stream, and {_banks(*end)} {_at_end(all(firm))}"
+    return _beside_both(*(_hows(lines[m]) for m in (WIDE, "lora-bank")))
 
 # %% ../../nbs/study/16_front.ipynb #1d4c8401
 WORLDS = { # file of records → what it is called
