@@ -484,7 +484,8 @@ def main():
         tables = {n: learn_table(references(run.data[n])) for n in run.order}
         bare = {n: p.clone() for n, p in tuned_part(model).items()}
         names = [] if a.again else [a.only] if a.only else run.order
-        for seed, name in [(s, n) for s in range(a.seeds) for n in names]:
+        # the last seed has all arms: a study that ends early has some rows of each
+        for seed, name in [(s, n) for s in reversed(range(a.seeds)) for n in names]:
             place = work/f"{name}-s{seed}"
             place.mkdir(exist_ok=True)
             model.load_state_dict(bare, strict=False)
