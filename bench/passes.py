@@ -23,8 +23,9 @@ default budget. Both learned the same rows, at the last seed alone.
 Answers have at most as many tokens as the task allows and --new-tokens, and end as the task says,
 but for `no end`: --new-tokens tokens whatever they are, of which those of plain generation count.
 What a killed call has measured stays in --work, and the same call goes on; the record is of all
-that is there. `--again` measures nothing and writes the record of it. Calls beside one another
-measure a task each with `--only=TASK`; the record's command leaves both out.
+that is there. `--again` measures nothing and writes the record of it. `--only TASK` measures one of
+the tasks, with tables of all, and has a record of its own: calls may stand beside one another, or
+on other machines.
 
 Ratios are medians over prompts, with the 95 % interval of a bootstrap over prompts: `time` of whole
 answers, `token_time` of a whole answer for each of its tokens, since answers may be of other
@@ -434,7 +435,7 @@ def summary(a, run, work):
 
 def recorded(a, run, work, out, told):
     "Write the record of what has been measured."
-    found, command = summary(a, run, work), called(__file__, ("--again", f"--only={a.only}"))
+    found, command = summary(a, run, work), called(__file__, ("--again",))
     write_record(out, circumstances(command, "cpu") | told | dict(tasks=found))
     return found
 
@@ -466,14 +467,14 @@ def main():
     parser.add_argument("--work", type=Path, default="runs/passes")
     parser.add_argument("--only", help="of the tasks, the one that this call measures")
     parser.add_argument("--again", action="store_true", help="the record alone")
-    parser.add_argument("--out", type=Path, help="records/bench/passes-DTYPE.json")
+    parser.add_argument("--out", type=Path, help="records/bench/passes-DTYPE[-TASK].json")
     a = parser.parse_args()
     if a.only and a.only not in a.tasks: parser.error(f"--only: got {a.only}, of {a.tasks}")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         run, model = begun(a, folder)
         dtype = str(model.dtype).removeprefix("torch.")
-        out = a.out or Path(f"records/bench/passes-{dtype}.json")
+        out = a.out or Path("records/bench")/f"passes-{'-'.join(filter(None, (dtype, a.only)))}.json"
         work = a.work/out.stem.removeprefix("passes-")
         work.mkdir(parents=True, exist_ok=True)
         check_same(a, work/"settings.json")
