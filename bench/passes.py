@@ -210,6 +210,7 @@ def learned(a, run, model, name, seed, rate):
 def best_rate(a, run, model, name, place):
     "Of --rates; `place` is the first seed's, whose weights are then those of the best."
     file, weights = place/"rates.json", place/"weights.safetensors"
+    place.mkdir(exist_ok=True)
     found = json.loads(file.read_text()) if file.exists() else {}
     for rate in (r for r in a.rates if str(r) not in found):
         merged = learned(a, run, model, name, 0, rate)
