@@ -241,21 +241,37 @@ def state_points():
     return out
 
 
+def learned_rows(adapter, batch):
+    "Begin and end a task with each row's prompt, and see that it is found; number of these tasks."
+    from himalaya_hest.ground.hooks import TaskContext
+    names = [f"row {i}" for i in range(len(batch["input_ids"]))]
+    for i, name in enumerate(names):
+        own = [{k: v[i:i + 1] for k, v in batch.items()}]
+        adapter.hooks.on_task_start(TaskContext(name, i + 1, 10, own))
+        adapter.hooks.on_task_end(own)
+    adapter.model.eval()
+    assert adapter.tuner.find_tasks(batch) == names
+    return len(names)
+
+
 def cache_points():
     "Bytes of a cache after generation, and what a batch of evaluation holds at most."
     from himalaya_hest.running.memory import evaluation_bytes
     from himalaya_hest.running.training import model_inputs
     out = []
-    cases = [("lora", dict(adapter="lora"), at, beams, dtype) for at in SMALL for beams in (1, 3)
+    # tasks: one, or as many as rows, each of which finds its own
+    cases = [("lora", dict(adapter="lora"), at, beams, dtype, 1) for at in SMALL for beams in (1, 3)
         for dtype in ("float32", "bfloat16")]
-    cases += [(name, given, at, 1, "bfloat16") for name, given in (GATED
-        | dict(himalaya=dict(adapter="himalaya"))).items() for at in (
-            "grouped keys, narrow MLP", "8 layers, wide MLP")]
-    for name, given, at, beams, dtype in cases:
+    himalaya, two = dict(adapter="himalaya"), ("grouped keys, narrow MLP", "8 layers, wide MLP")
+    cases += [(name, given, at, 1, "bfloat16", 1) for name, given in (GATED
+        | dict(himalaya=himalaya)).items() for at in two]
+    cases += [("himalaya", himalaya, at, 1, "bfloat16", SMALL[at][1]) for at in two]
+    for name, given, at, beams, dtype, tasks in cases:
         shape, b, n = SMALL[at]
         adapter, of = built(given, shape, dtype, False, b)
-        adapter.hooks.on_task_end([batch_of(b, 64, 1)])
         new, batch = 8, batch_of(b, n, 1)
+        adapter.hooks.on_task_end([batch_of(b, 64, 1)])
+        if tasks > 1: of = replace(of, adapter=replace(of.adapter, tasks=learned_rows(adapter, batch)))
         # padding on the left; HIMALAYA's prompts begin on it
         if name != "himalaya": batch["attention_mask"] = batch["attention_mask"].flip(1)
         of = replace(of, config=replace(of.config, evaluation=of.config.evaluation
@@ -266,21 +282,20 @@ def cache_points():
                 max_new_tokens=new, min_new_tokens=new, do_sample=False, num_beams=beams,
                 return_dict_in_generate=True)
         keys, work = evaluation_bytes(of, n, new - 1) # the last token that is written needs no keys
-        out.append(dict(adapter=name, shape=at, rows=b, tokens=n, beams=beams, dtype=dtype,
+        out.append(dict(adapter=name, shape=at, rows=b, tokens=n, beams=beams, tasks=tasks, dtype=dtype,
             cache=ratio(keys, sum(nbytes(t) for l in made.past_key_values.layers
                 for t in (l.keys, l.values))), peak=ratio(keys + work, live.peak)))
     return out
 
 
 def optimiser_points():
-    "Bytes of parameters, gradients, moments and the copies that hooks ask for, after a step."
+    "Bytes of parameters, gradients and moments, after a step."
     from himalaya_hest.running.training import make_optimizer, model_inputs
     from himalaya_hest.ground.loss import target_logits, target_loss
     out = []
     for (at, (shape, *_)), name in itertools.product(SMALL.items(), PEFT):
         adapter, of = built(dict(adapter=name), shape, "float32", False, 2)
         batch, optimizer = batch_of(2, 64, 1), make_optimizer(adapter, of.config.training)
-        old = [p.detach().clone() for p in adapter.hooks.tracked_parameters().values()]
         target_loss(*target_logits(adapter.model, batch["labels"],
             **model_inputs(batch, adapter.takes_masks))).backward()
         optimizer.step()
@@ -288,7 +303,7 @@ def optimiser_points():
         moments = [t for s in optimizer.state.values() for t in s.values() if t.numel() > 1]
         out.append(dict(adapter=name, shape=at,
             **ratio(of.adapter.trained * 16,
-                sum(map(nbytes, [*held, *[p.grad for p in held if p.grad is not None], *moments, *old])))))
+                sum(map(nbytes, [*held, *[p.grad for p in held if p.grad is not None], *moments])))))
     return out
 
 
@@ -346,7 +361,7 @@ def check():
         "largest moment of an evaluation": of([p for p in out["cache"] if p["adapter"] in PEFT],
             "peak"), "largest moment of an evaluation, gated adapters": of([p for p in out["cache"]
                 if p["adapter"] not in PEFT], "peak"),
-        "parameters, gradients, moments, copies": of(out["optimiser"])}
+        "parameters, gradients, moments": of(out["optimiser"])}
     return out | dict(worst_ratio=worst)
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CARD_BYTES', 'PROCESS_BYTES', 'KERNEL_BYTES', 'RETURNED', 'layer_bytes', 'held_bytes', 'training_bytes',
-           'evaluation_bytes', 'on_processor', 'memory_parts']
+           'factors_at_once', 'evaluation_bytes', 'on_processor', 'memory_parts']
 
 # %% ../../nbs/running/09a_memory.ipynb #360eb057
 from himalaya_hest.running.costs import (
@@ -33,11 +33,11 @@ def held_bytes(
     n: int, # tokens of the longest
 ) -> float:
     """What is held for the pass back when the forward ends; under checkpointing one input a layer,
-    and the last norm's in float32."""
-    s, again = of.shape, of.config.training["gradient_checkpointing"]
+    and the last norm's in float32. Layers keep an adapter's factors in their own type."""
+    s, own, again = of.shape, of.adapter, of.config.training["gradient_checkpointing"]
     if again: layers = b * n * s.width * (s.layers * of.e + 4)
-    else: layers = s.layers * layer_bytes(of, b, n)
-    return layers + b * n * of.adapter.gates
+    else: layers = s.layers * layer_bytes(of, b, n) + own.acting * of.e / 4
+    return layers + b * n * own.gates + own.made_of
 
 # %% ../../nbs/running/09a_memory.ipynb #f23358f5
 def training_bytes(
@@ -48,15 +48,25 @@ def training_bytes(
 ) -> dict[str, float]: # part → bytes
     "What a step holds at its largest moment, beside parameters and their gradients."
     s, held, again = of.shape, held_bytes(of, b, n), 0
+    checkpointed = of.config.training["gradient_checkpointing"]
+    # layers that are computed once more, or in 16 bits, take an adapter's factors from float32
+    if checkpointed or of.e < 4: held += of.adapter.acting
     # the last norm is done with by the time that a layer is computed once more
-    if of.config.training["gradient_checkpointing"]:
-        again = layer_bytes(of, b, n) - 4 * b * n * s.width
+    if checkpointed: again = layer_bytes(of, b, n) - 4 * b * n * s.width
     entered = {
         "activations": held + again,
         "gradients on their way": b * n * gradients_on_the_way(s, of.e, of.adapter.rounded),
     }
     ended = dict(activations=held, logits=(12 + of.e) * b * m * s.head / s.width)
     return max(entered, ended, key=lambda parts: sum(parts.values()))
+
+# %% ../../nbs/running/09a_memory.ipynb #4f6b5f76
+def factors_at_once(
+    rows: int, # of a batch
+    tasks: int, # of the run
+) -> int:
+    "Tasks whose factors a batch of evaluation holds at most: each of few, or those of each row."
+    return rows if rows < 2 * tasks else tasks
 
 # %% ../../nbs/running/09a_memory.ipynb #96c2805e
 def evaluation_bytes(
@@ -71,7 +81,8 @@ def evaluation_bytes(
     pooled = e["per_device_eval_batch_size"] * e["num_beams"]
     rows = max([pooled, *of.config.energy.get("latency_batch_sizes", [])])
     cache = rows * (n + g) * 2 * s.keys * s.layers * of.e
-    return cache, rows * n * ((4 * s.width + 3 * s.mlp) * of.e + of.adapter.reading)
+    work = rows * n * ((4 * s.width + 3 * s.mlp) * of.e + of.adapter.reading)
+    return cache, work + of.adapter.acting * factors_at_once(rows, of.adapter.tasks)
 
 # %% ../../nbs/running/09a_memory.ipynb #30c18001
 CARD_BYTES, PROCESS_BYTES, KERNEL_BYTES = .5e9, .65e9, .15e9

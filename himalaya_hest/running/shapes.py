@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHAPES', 'SMALL', 'TOGETHER', 'READ_ANSWERS', 'model_folder', 'model_config', 'Shape', 'published_dtype',
            'meta_model', 'shape_of', 'computes_in_bfloat16', 'held_dtype', 'element_bytes', 'weight_bytes',
-           'AdapterSize', 'kept_inputs', 'gated_inputs', 'UnknownSize', 'adapter_size']
+           'AdapterSize', 'kept_inputs', 'gated_inputs', 'widened_bytes', 'UnknownSize', 'adapter_size']
 
 # %% ../../nbs/running/07_shapes.ipynb #9dee3d88
 import math
@@ -211,6 +211,9 @@ class AdapterSize:
     gates: int = 0 # bytes a token that gates keep in all layers, also under checkpointing
     rounded: int = 0 # widest input that is rounded to int8, in float32, on the way
     reading: int = 0 # bytes a token of a prompt that gates take, beside a layer's work
+    acting: int = 0 # bytes of a task's factors at all sites, where a batch works them out
+    made_of: int = 0 # bytes that working them out keeps for the pass back
+    tasks: int = 1 # of the run, which a batch of evaluation may mix
 
 # %% ../../nbs/running/07_shapes.ipynb #e7938909
 def _state_bytes(
@@ -264,6 +267,16 @@ def gated_inputs(
     return dict(
         kept=kept, gates=8 * d * readings + 36 * n * units, rounded=rounded, reading=reading)
 
+# %% ../../nbs/running/07_shapes.ipynb #8078d471
+def widened_bytes(
+    cores, # of an adapter that widens its directions: with `sites` and a rank `r`
+) -> dict[str, int]: # fields of AdapterSize
+    "Float32 of a task's factors at all sites, and of what is multiplied to make them."
+    r, n = cores.r, len(cores.sites)
+    read, write = (4 * r * sum(widths) for widths in zip(*[(s.d_in, s.d_out) for s in cores.sites]))
+    # a bounded core, the core times γ, and the two products that are its norm
+    return dict(acting=read + write, made_of=write + 4 * 4 * n * r**2)
+
 # %% ../../nbs/running/07_shapes.ipynb #d80f804f
 class UnknownSize(ValueError):
     "What a plan cannot tell."
@@ -311,14 +324,15 @@ def adapter_size(
     widths = {n: getattr(m.get_base_layer(), "in_features", d) for n, m in layers.items()}
     core = adapter.tuner.core() if hasattr(adapter.tuner, "core") else None
     shape = shape_of(model_cfg)
-    if hasattr(core, "gate"): gated = gated_inputs(core, list(widths.values()), shape)
+    if hasattr(core, "gate"): own = gated_inputs(core, list(widths.values()), shape)
     else:
         e = element_bytes(shape, config.dtype, config.model == "mini")
-        gated = dict(kept=kept_inputs(layers, widths, e))
+        own = dict(kept=kept_inputs(layers, widths, e))
+    if hasattr(core, "tasks"): own |= widened_bytes(core.tasks)
 
     # EWC: Fisher information and anchor
     ewc = 8 * trained if "+ewc" in config.adapter else 0
     return AdapterSize(
         trained, _state_bytes(adapter, n_tasks) + ewc, sum(widths.values()),
-        _keeps_answers(adapter, config), **gated,
+        _keeps_answers(adapter, config), tasks=n_tasks, **own,
     )
