@@ -56,7 +56,11 @@ def beside_wide(
     "AUC of each form less that of the wide bank, within pairs."
     lines, out = own_lines(records), []
     for above, limit, how in ((0, .35, "not below"), (.35, 2.5, "above")):
-        for form in (x["method"] for x in lines if above < x["MB large"] <= limit):
+        forms = [x["method"] for x in lines if above < x["MB large"] <= limit]
+        if not forms:
+            aim = f"{world}: AUC of himalaya {how} the wide bank's, in {limit:g} MB"
+            out.append([aim, "≥ 0", None, None, None, 0, "not run"])
+        for form in forms:
             both = [r for r in records if form == (m := method_of(r)) or short_name(m) == WIDE]
             row, = paired_table(both, form).records()
             out.append(aim_row(
