@@ -40,16 +40,21 @@ class Drafted:
     @property
     def whole_share(self) -> float: # of plain generation, prompts counted
         return (self.prompt + self.spent) / ((self.prompt + self.plain) or 1.)
+    @property
+    def tokens_per_pass(self) -> float: return self.tokens / self.passes if self.passes else 0.
+    @property
+    def accepted_share(self) -> float: # of the tokens that were guessed
+        return self.accepted / self.drafted if self.drafted else 0.
 
 # %% ../../nbs/hest/18b_drafter.ipynb #d1650915
 @patch
 def __repr__(self: Drafted):
     if not self.passes: return "nothing was generated"
-    stood = f"{self.accepted / self.drafted:.0%}" if self.drafted else "none"
+    stood = f"{self.accepted_share:.0%}" if self.drafted else "none"
     bound = f", narrowed by the budget {self.narrowed} times" if self.narrowed else ""
     read = "" if self.joules is None else f", {self.joules:.3g} J"
     return (
-        f"{self.tokens} tokens in {self.passes} passes, {self.tokens / self.passes:.2f} a pass; of "
+        f"{self.tokens} tokens in {self.passes} passes, {self.tokens_per_pass:.2f} a pass; of "
         f"{self.drafted} drafted tokens {stood} stood; {self.share:.2f} of plain generation's cost, "
         f"{self.whole_share:.2f} with the prompts{bound}{read}")
 
