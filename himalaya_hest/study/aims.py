@@ -57,6 +57,7 @@ def beside_wide(
     lines, out = own_lines(records), []
     for above, limit, how in ((0, .35, "not below"), (.35, 2.5, "above")):
         forms = [x["method"] for x in lines if above < x["MB large"] <= limit]
+        # a goal that no run was made for is told all the same
         if not forms:
             aim = f"{world}: AUC of himalaya {how} the wide bank's, in {limit:g} MB"
             out.append([aim, "≥ 0", None, None, None, 0, "not run"])

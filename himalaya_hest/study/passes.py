@@ -29,6 +29,7 @@ def _span(r, middle="median", form=".2f"): # a figure with its interval, where t
     of = [format(r[k], form) if r[k] is not None else "–" for k in (middle, "low", "high")]
     return f"{of[0]} [{of[1]}, {of[2]}]" if "–" not in of else of[0]
 
+# %% ../../nbs/study/22_passes.ipynb #af933f62
 def _times(name, r):
     passes, seconds = r.get("passes"), ", ".join(f"{s:.2f}" for s in r["percentiles_s"].values())
     return [name, r["rows"], _span(r["token_time"]), (r["decode_time"] or {}).get("median"),
