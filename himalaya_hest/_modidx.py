@@ -4708,6 +4708,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                'himalaya_hest/running/run_files.py'),
                                                  'himalaya_hest.running.run_files._default': ( 'running/run_files.html#_default',
                                                                                                'himalaya_hest/running/run_files.py'),
+                                                 'himalaya_hest.running.run_files._fault_status': ( 'running/run_files.html#_fault_status',
+                                                                                                    'himalaya_hest/running/run_files.py'),
                                                  'himalaya_hest.running.run_files._into_group': ( 'running/run_files.html#_into_group',
                                                                                                   'himalaya_hest/running/run_files.py'),
                                                  'himalaya_hest.running.run_files._is_mistake': ( 'running/run_files.html#_is_mistake',

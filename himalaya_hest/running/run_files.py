@@ -10,6 +10,7 @@ __all__ = ['notebook_parameters', 'checked_parameters', 'save_config', 'read_nam
 import contextlib
 import os
 import sys
+import traceback
 from dataclasses import Field, asdict, fields
 from pathlib import Path
 from typing import Callable
@@ -209,10 +210,18 @@ def tell(called: str, why: str) -> None:
     if os.environ.get("RANK", "0") == "0": print(f"{called}: {why}", file=sys.stderr, flush=True)
 
 # %% ../../nbs/running/06_run_files.ipynb #89abc1d1
+def _fault_status(clean):
+    "Raise on a fault of the program, or print its traceback where that would show a secret."
+    told = traceback.format_exc()
+    if clean(told) == told: raise
+    print(clean(told), end="", file=sys.stderr)
+    return 1
+
 def exit_status(
     called: str, # how the command was called
     do: Callable[[], int | None], # all of it
     goes_on: bool = True, # does the same command go on where this one was stopped?
+    clean: Callable[[str], str] = str, # strikes out of an error's words what nobody is to see
 ) -> int:
     "Do what a command does; its own status, 2 for a mistake, 130 for an interrupt."
     try: return do() or 0
@@ -220,8 +229,8 @@ def exit_status(
         tell(called, "stopped by an interrupt" + "; the same command goes on" * goes_on)
         return 130
     except Exception as e:
-        if not _is_mistake(e): raise
-        tell(called, f"error: {_words_of(e)}")
+        if not _is_mistake(e): return _fault_status(clean)
+        tell(called, clean(f"error: {_words_of(e)}"))
         return 2
 
 # %% ../../nbs/running/06_run_files.ipynb #b95ba2a2
