@@ -231,9 +231,10 @@ def _flushed(name, rest):
 
 def _called(name, rest):
     "Call a command; its exit status."
+    from himalaya_hest.jobs.scrubbing import scrub
     from himalaya_hest.running.run_files import exit_status
-    return exit_status(
-        f"himalaya-hest {name}", lambda: _flushed(name, rest), goes_on=name in RESUMED)
+    return exit_status(f"himalaya-hest {name}", lambda: _flushed(name, rest),
+                       goes_on=name in RESUMED, clean=scrub)
 
 # %% ../../nbs/cli/04_command_line.ipynb #c4a00004
 def main(

@@ -81,7 +81,8 @@ def run(
     # what a run still waits for, a dry run says
     _resolved(parameters, later=[])
     from himalaya_hest.jobs.run import main
-    return main(given, called)
+    from himalaya_hest.jobs.scrubbing import scrub
+    return main(given, called, scrub)
 
 # %% ../../nbs/cli/01_runs.ipynb #80f45a01
 def fetch(

@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from .scrubbing import scrub
 from ..running.names import told_parameters
 from ..running.parameters import RunConfig
 from ..running.run_files import exit_status
@@ -375,7 +376,7 @@ def main(
     called: str = "python -m himalaya_hest.jobs.again", # how the command was called
 ) -> int: # exit status
     """`himalaya-hest rerun RECORD [RUN] [--results-dir DIR] [--cache-dir DIR] [--tolerance X]`."""
-    return exit_status(called, lambda: _rerun(arguments, called), goes_on=False)
+    return exit_status(called, lambda: _rerun(arguments, called), goes_on=False, clean=scrub)
 
 # %% ../../nbs/jobs/14_again.ipynb #30788da7
 #| eval: false

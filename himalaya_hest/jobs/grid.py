@@ -20,6 +20,7 @@ from himalaya_hest.jobs.grid_runs import (
     RunState, combinations, load_grid, named_runs, read_json, reports_folder, run_state,
     states_table, write_compact,
 )
+from .scrubbing import scrub
 from ..measures.records import read_grid
 from ..running.resolve import resolve
 from ..running.run_files import exit_status, read_arguments
@@ -317,7 +318,7 @@ def main(
     main_thread = threading.current_thread() is threading.main_thread()
     # by default it would end this process and leave its local runs
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if main_thread else None
-    try: return exit_status(called, lambda: _command(args, records, called))
+    try: return exit_status(called, lambda: _command(args, records, called), clean=scrub)
     finally: signal.signal(signal.SIGTERM, before) if main_thread else None
 
 # %% ../../nbs/jobs/21_grid.ipynb #1598ff18

@@ -91,7 +91,9 @@ def _tell_card(run):
     scores = p.final or (p.scores[-1] if p.scores else {})
     describe(
         run.adapter.model, tasks=list(run.order), rows={n: len(run.data[n].train) for n in run.order},
-        scores={n: s["score"] for n, s in scores.items()}, metric="score at the end of the stream",
+        # in the order learned; a checkpoint keeps them by name
+        scores={n: scores[n]["score"] for n in run.order if n in scores},
+        metric="score at the end of the stream",
         chat_template=hasattr(run.tokenizer, "chat"))
 
 # %% ../../nbs/jobs/08_recording.ipynb #fecfd220

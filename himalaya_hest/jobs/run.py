@@ -147,10 +147,11 @@ def _run(arguments):
 def main(
     arguments: list, # of the command line
     called: str = "python -m himalaya_hest.jobs.run", # how the command was called
+    clean: Callable[[str], str] = str, # of errors, as for `exit_status`
 ) -> int: # exit status
     """`python -m himalaya_hest.jobs.run run.yaml [name=value ...]`: run what the files and
     parameters say; 2 for a mistake in them."""
-    return exit_status(called, lambda: _run(arguments))
+    return exit_status(called, lambda: _run(arguments), clean=clean)
 
 # %% ../../nbs/jobs/10_run.ipynb #0a7fb2d3
 #| eval: false

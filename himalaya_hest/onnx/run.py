@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..running.run_files import checked_parameters, exit_status
 from ..jobs.finished_run import FinishedRun, open_run
+from ..jobs.scrubbing import scrub
 from ..ground.table import Table
 
 # %% ../../nbs/onnx/06_run.ipynb #02ffa7f0
@@ -127,7 +128,7 @@ def main(
     called: str = "python -m himalaya_hest.onnx.run", # how the command was called
 ) -> int: # exit status
     "Export a run from the command line."
-    return exit_status(called, lambda: _export(arguments, called), goes_on=False)
+    return exit_status(called, lambda: _export(arguments, called), goes_on=False, clean=scrub)
 
 # %% ../../nbs/onnx/06_run.ipynb #95ac5ed9
 #| eval: false

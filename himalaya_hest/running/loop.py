@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['log', 'TOLD_EVERY_S', 'evaluate_seen', 'evaluate_all', 'evaluate_ahead', 'evaluate_backbone', 'final_tasks',
            'evaluate_final', 'evaluate_reworded', 'evaluate_energy', 'faults_of', 'run_task', 'tell_skipped',
-           'BetweenSteps', 'sizes_of', 'tell_tasks', 'train_stream']
+           'told_finite', 'BetweenSteps', 'sizes_of', 'tell_tasks', 'train_stream']
 
 # %% ../../nbs/running/25_loop.ipynb #b1255086
 import contextlib
+import json
 import logging
 import time
 from typing import Callable
@@ -187,6 +188,24 @@ def tell_skipped(run: ContinualRun, state: TaskState) -> None:
         state.step, run.lessons[run.position.task].task.name, state.loss,
     )
 
+# %% ../../nbs/running/25_loop.ipynb #cece8e75
+def _is_finite(value):
+    "Whether strict JSON can hold all numbers of a value."
+    try: json.dumps(value, allow_nan=False)
+    except ValueError: return False
+    return True
+
+def told_finite(
+    told: dict, # what hooks tell of a step
+    history: list[dict], # of the run so far
+) -> dict: # the same, None where a number is not finite
+    "What a record can hold of what hooks tell; a warning at the first number that it cannot."
+    lost = {k: v for k, v in told.items() if not _is_finite(v)}
+    for k, v in lost.items():
+        if any(k in h and h[k] is None for h in history): continue
+        log.warning("hooks tell %s = %s, which is no finite number: the record has null there", k, v)
+    return told | dict.fromkeys(lost)
+
 # %% ../../nbs/running/25_loop.ipynb #f0a6c64b
 def _note_step(run, state, n_steps):
     "Put a step's loss, and what hooks tell, into the history."
@@ -196,7 +215,7 @@ def _note_step(run, state, n_steps):
     elif state.step % 10 == 0 or state.step == n_steps:
         name = run.lessons[p.task].task.name
         p.history.append(dict(step=p.global_step, task=name, train_loss=state.loss)
-                         | run.adapter.hooks.told())
+                         | told_finite(run.adapter.hooks.told(), p.history))
         run.on_history(p.history, p.scores)
 
 # %% ../../nbs/running/25_loop.ipynb #aee74d36
