@@ -2882,6 +2882,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                   'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._check_finished': ( 'jobs/grid.html#_check_finished',
                                                                                       'himalaya_hest/jobs/grid.py'),
+                                         'himalaya_hest.jobs.grid._check_one': ('jobs/grid.html#_check_one', 'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._command': ('jobs/grid.html#_command', 'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._look': ('jobs/grid.html#_look', 'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._now': ('jobs/grid.html#_now', 'himalaya_hest/jobs/grid.py'),
