@@ -112,14 +112,21 @@ def _stopped(jobs, watch):
     while any(not job.done() for job in jobs.active.values()): time.sleep(.2)
 
 # %% ../../nbs/jobs/21_grid.ipynb #9a88cd12
-def _check_finished(runs, results_dir):
-    "`ValueError`, as of the run itself, for a finished one whose stream file or data have changed."
+def _check_one(record, config):
+    "`ValueError`, as of the run itself, for one of other data or another version of its method."
+    from himalaya_hest.adapters.registry import version_fault
     from himalaya_hest.running.world import check_world
+    check_world(record, config)
+    if fault := version_fault(record.get("method_versions"), config.adapter):
+        raise ValueError(f"run {config.run_id} was made with {fault}")
+
+def _check_finished(runs, results_dir):
+    "`ValueError` for a finished run that would not be the same if it were run now."
     for run_id, parameters in runs.items():
         record = read_json(results_dir/run_id/"record.json")
         if "summary" not in record: continue
         # notes in the cache tell, in milliseconds; a budget's record may lie elsewhere by now
-        try: check_world(record, resolve(parameters, later=[]))
+        try: _check_one(record, resolve(parameters, later=[]))
         except ValueError as e:
             raise ValueError(
                 f"{e} (in a grid: give another --results-dir, or remove the run's folder)") from e
