@@ -19,7 +19,8 @@ the validation rows. Tables are of the references of all training rows.
 The first --prompts validation rows are dealt to the seeds in turn; arms that are no plain
 generation, lookup, rule or `passes` have only --few of them. The mask is one of blocks that the
 backbone misses least on four batches, and a LoRA learned with it; HEST gates blocks by token at its
-default budget. Both learned the same rows, at the last seed alone.
+default budget. Both learned the same rows, at the last seed alone. All arms attend by groups
+(`grouped_attention`) but for one, plain generation as Transformers attends by itself.
 Answers have at most as many tokens as the task allows and --new-tokens, and end as the task says,
 but for `no end`: --new-tokens tokens whatever they are, of which those of plain generation count.
 What a killed call has measured stays in --work, and the same call goes on; the record is of all
@@ -60,6 +61,7 @@ from himalaya_hest.hest.acceptance import (
 from himalaya_hest.hest.drafter import Drafted
 from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
 from himalaya_hest.hest.eight_bits import in_eight_bits
+from himalaya_hest.hest.grouped_attention import grouped_attention
 from himalaya_hest.hest.leniency import learn_leniency
 from himalaya_hest.hest.own_controller import examples
 from himalaya_hest.hest.pass_budget import PassCosts, pass_costs
@@ -75,7 +77,8 @@ from himalaya_hest.workshop.measuring import (
     called, circumstances, mean_interval, ratio, write_record)
 
 PLAIN, LOOKUP, RULE, PASSES = "plain", "prompt_lookup_num_tokens", "fixed rule", "passes"
-BESIDE = PLAIN, LOOKUP, RULE # what each arm is measured beside
+UNGROUPED = "plain, Transformers' attention"
+BESIDE = PLAIN, LOOKUP, RULE, UNGROUPED # what each arm is measured beside
 # what a fixed rule drafts: a copy or else what the table says, copies, what the table says
 BOTH, COPIES, TABLE = "copies, else table", "copies alone", "table alone"
 OTHER = "fixed rule, another task's table"
@@ -262,7 +265,8 @@ def ways_of(table, other, costs, costs_int8, kept):
     bounded = dict(table=table, costs=costs, acceptance=kept["controller"])
     rules = {kind: rule(kind, k, table) for kind, k in kept["rules"].items()}
     ways = {PLAIN: None, LOOKUP: 4, RULE: rules[kept["best"]], PASSES: bounded,
-        SHIPPED: dict(table=table, costs=costs), AS_IT_COMES: {}, FLOAT32: None, NO_END: None}
+        SHIPPED: dict(table=table, costs=costs), AS_IT_COMES: {}, UNGROUPED: None, FLOAT32: None,
+        NO_END: None}
     # the best one is measured already
     ways |= {name: rules[kind] for name, kind in RULES.items() if kind != kept["best"]}
     if other: ways[OTHER] = rule(BOTH, kept["rules"][BOTH], other)
@@ -277,6 +281,11 @@ def held_so(model, name, mask, hest):
     elif name in (INT8, INT8_PASSES):
         with in_eight_bits(model): yield model
     elif name == HEST: yield hest
+    elif name == UNGROUPED:
+        grouped = model.config._attn_implementation
+        model.set_attn_implementation("sdpa")
+        yield model
+        model.set_attn_implementation(grouped)
     elif name == MASK:
         own = {n: p.clone() for n, p in tuned_part(model).items()}
         model.load_state_dict(mask["weights"], strict=False)
@@ -339,7 +348,8 @@ def measured(a, run, model, part, ways, others, file):
     lacks = {k: {w for w in ways if k in few or w in ALL_ROWS} - have.get(k, set()) for k in rows}
     todo = [k for k in rows if lacks[k]]
     for first, k in [(True, k) for k in todo[:1]] + [(False, k) for k in todo]:
-        arms = [w for w in ways if w in lacks[k] or w in BESIDE]
+        beside = (*BESIDE, INT8) if INT8_PASSES in lacks[k] else BESIDE
+        arms = [w for w in ways if w in lacks[k] or w in beside]
         prompt, found = prompts[k]["input_ids"], {}
         for w in dice.sample(arms, len(arms)):
             with held_so(model, w, *others) as held:
@@ -394,12 +404,16 @@ def arm(run, asked, rows, w):
                     for x in (w, PLAIN))
     right = int((mine > 1 - 1e-9).sum()) # answers with the full score
     other = [o["gap"] for o in of[w] if "gap" in o]
+    # in eight bits the unit is a pass in eight bits
+    kinds = [(r["arms"][w], r["arms"][INT8]) for r in rows if w == INT8_PASSES]
     return dict(
         rows=len(rows), time=ratio(s[w], s[PLAIN]), token_time=ratio(a_token(w), a_token(PLAIN)),
         decode_time=decoded(of[w], of[PLAIN]),
         against_rule=ratio(s[w], s[RULE]), against_lookup=ratio(s[w], s[LOOKUP]),
         token_against_rule=ratio(a_token(w), a_token(RULE)),
+        token_against_ungrouped=ratio(a_token(w), a_token(UNGROUPED)),
         decode_against_rule=decoded(of[w], of[RULE]),
+        **dict(against_int8=ratio(*zip(*((a["s"], p["s"]) for a, p in kinds)))) if kinds else {},
         s=float(s[w].sum()), less_plain=mean_interval(mine - plains),
         nll_less_plain=mean_interval([o["nll"] - p["nll"] for o, p in zip(of[w], of[PLAIN])]),
         percentiles_s=dict(zip(("p50", "p95", "p99"), np.percentile(s[w], (50, 95, 99)).tolist())),
@@ -472,8 +486,9 @@ def main():
     a = parser.parse_args()
     if a.only and a.only not in a.tasks: parser.error(f"--only: got {a.only}, of {a.tasks}")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as until:
         run, model = begun(a, folder)
+        until.enter_context(grouped_attention(model))
         dtype = str(model.dtype).removeprefix("torch.")
         out = a.out or Path("records/bench")/f"passes-{'-'.join(filter(None, (dtype, a.only)))}.json"
         work = a.work/out.stem.removeprefix("passes-")

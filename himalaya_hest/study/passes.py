@@ -23,19 +23,22 @@ def passes_records(
 # %% ../../nbs/study/22_passes.ipynb #4563b58d
 RIGHT_OR_WRONG = {"label_accuracy", "exact_match", "token_f1"} # of the last the full score is right
 _TIMES = ["by", "prompts", "a token's time", "decoding's", "of the rule's", "of lookup's",
-          "an answer's", "p50, p95, p99 s", "tokens a pass"]
+          "of Transformers'", "an answer's", "p50, p95, p99 s", "tokens a pass"]
 _TEXTS = ["by", "prompts", "same text", "score", "less plain's", "nats more", "s for a right one"]
 
 def _span(r, middle="median", form=".2f"): # a figure with its interval, where there is one
     of = [format(r[k], form) if r[k] is not None else "–" for k in (middle, "low", "high")]
     return f"{of[0]} [{of[1]}, {of[2]}]" if "–" not in of else of[0]
 
+def _of_own(r): # plain generation as Transformers attends by itself; older records are of that alone
+    return _span(of) if (of := r.get("token_against_ungrouped")) else "–"
+
 # %% ../../nbs/study/22_passes.ipynb #af933f62
 def _times(name, r):
     passes, seconds = r.get("passes"), ", ".join(f"{s:.2f}" for s in r["percentiles_s"].values())
     return [name, r["rows"], _span(r["token_time"]), (r["decode_time"] or {}).get("median"),
-            _span(r["token_against_rule"]), r["against_lookup"]["median"], r["time"]["median"],
-            seconds, r["tokens"] / passes if passes else None]
+            _span(r["token_against_rule"]), r["against_lookup"]["median"], _of_own(r),
+            r["time"]["median"], seconds, r["tokens"] / passes if passes else None]
 
 def _texts(name, r, metric):
     return [name, r["rows"], r["same"], r["score"], _span(r["less_plain"], "mean", "+.3f"),
@@ -55,7 +58,8 @@ def passes_tables(
             Table(f"{task}, texts ({metric})", _TEXTS, [_texts(n, r, metric) for n, r in arms])]
 
 # %% ../../nbs/study/22_passes.ipynb #2353ea46
-_ARMS = {"plain, int8 (W8A8)": "plain, int8", "prompt_lookup_num_tokens": "lookup",
+_ARMS = {"plain, Transformers' attention": "plain, Transformers' attention",
+         "plain, int8 (W8A8)": "plain, int8", "prompt_lookup_num_tokens": "lookup",
          "fixed rule": "fixed rule", "passes": "passes", "passes, int8 (W8A8)": "passes, int8"}
 
 def passes_overview(
@@ -66,9 +70,10 @@ def passes_overview(
         arms = of["arms"]
         of_arms = [_span(arms[w]["token_time"]) if w in arms else "–" for w in _ARMS]
         return [name, arms["passes"]["rows"], of["seeds"], round(of["prompt_tokens"]), *of_arms,
-                arms["passes"]["same"]]
+                _of_own(arms["passes"]), arms["passes"]["same"]]
     return Table("A token's time over plain generation's",
-                 ["task", "prompts", "seeds", "tokens of a prompt", *_ARMS.values(), "same text"],
+                 ["task", "prompts", "seeds", "tokens of a prompt", *_ARMS.values(),
+                  "passes, of Transformers'", "same text"],
                  [row(*x) for record in records for x in record["tasks"].items()])
 
 # %% ../../nbs/study/22_passes.ipynb #16c84869
@@ -117,11 +122,18 @@ def target_word(
 def target_told(
     record: dict, # of `bench/passes.py`
     most: float = .65,
+    in_int8: float = .75,
 ) -> str: # a sentence
     "Whole answers by `passes` beside what was aimed at."
-    found = {n: of["arms"]["passes"]["time"] for n, of in record["tasks"].items()}
-    told = "; ".join(f"{_span(r)} on {n} ({target_word(r, most)})" for n, r in found.items())
-    return f"A whole answer was to take at most {most:g} of plain generation's time: {told}."
+    def told(found, most):
+        return "; ".join(f"{_span(r)} on {n} ({target_word(r, most)})" for n, r in found.items())
+    arms = {n: of["arms"] for n, of in record["tasks"].items()}
+    plain = {n: of["passes"]["time"] for n, of in arms.items()}
+    int8 = {n: r["against_int8"] for n, of in arms.items()
+            if "against_int8" in (r := of.get("passes, int8 (W8A8)", {}))}
+    more = f"; in eight bits, of plain generation in them, {in_int8:g}: {told(int8, in_int8)}"
+    return (f"A whole answer was to take at most {most:g} of plain generation's time: "
+            f"{told(plain, most)}{more if int8 else ''}.")
 
 # %% ../../nbs/study/22_passes.ipynb #ac2bb216
 def texts_told(
