@@ -160,8 +160,9 @@ class Ends(StoppingCriteria):
     "Where an answer ends beside its end token."
     def __init__(self,
         criteria: list, # of the caller
+        drafting: Drafting, # of this call
     ):
-        self.criteria, self.end = StoppingCriteriaList(criteria), None
+        self.criteria, self.end, self.drafting = StoppingCriteriaList(criteria), None, drafting
         self.drafter = None # of this answer, once it has begun
     def __call__(self, input_ids, scores, **kwargs):
         drafter, n = self.drafter, input_ids.shape[1]

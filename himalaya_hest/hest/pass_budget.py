@@ -74,7 +74,7 @@ def pass_costs(
                 model(input_ids=ids[:, :1].expand(1, n + 1), past_key_values=cache, use_cache=True)
                 least[n] = min(least[n], clock() - start)
                 cache.crop(-n - 1)
-        # a wider pass does no less: what says otherwise is noise
+        # a wider pass counts as no less, whatever a kernel makes of one token
         rows.append(accumulate(least, max))
     def prompt():
         start = clock()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REFUSED', 'all_asked', 'check_asked', 'language_model', 'in_place_of', 'fewer_passes', 'check_drafting',
-           'leniency_for']
+           'drafting_for', 'leniency_for']
 
 # %% ../../nbs/hest/19_passes.ipynb #380ab779
 import contextlib
@@ -12,6 +12,7 @@ import contextvars
 import copy
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from math import inf
 
 from torch import nn
@@ -86,29 +87,27 @@ def language_model(
 # %% ../../nbs/hest/19_passes.ipynb #70c98406
 _ENDS = contextvars.ContextVar("ends", default=None) # of the present call of generate, in its thread
 
-def _generator_for(drafting):
+def _drafter_for(generation_config, input_ids, *args, logits_processor=None, **kwargs):
     "What Transformers calls for a candidate generator."
-    def make(generation_config, input_ids, *args, logits_processor=None, **kwargs):
-        if len(input_ids) > 1:
-            raise ValueError(
-                f"fewer_passes takes one prompt at a time, got {len(input_ids)}: call generate "
-                "outside of the with block, or once for each prompt")
-        ends = generation_config._eos_token_tensor
-        ends = [] if ends is None else ends.tolist()
-        drafter = Drafter(input_ids, drafting, generation_config.max_length, ends)
-        if drafting.epsilon < 1: logits_processor.append(Lenient(drafter))
-        _ENDS.get().drafter = drafter
-        return drafter
-    return make
+    if len(input_ids) > 1:
+        raise ValueError(
+            f"fewer_passes takes one prompt at a time, got {len(input_ids)}: call generate "
+            "outside of the with block, or once for each prompt")
+    call, ends = _ENDS.get(), generation_config._eos_token_tensor
+    ends = [] if ends is None else ends.tolist()
+    drafter = call.drafter = Drafter(
+        input_ids, call.drafting, generation_config.max_length, ends)
+    if call.drafting.epsilon < 1: logits_processor.append(Lenient(drafter))
+    return drafter
 
 # %% ../../nbs/hest/19_passes.ipynb #7f2430e3
-def _asks_for_drafts(kwargs, strings): # what a call of `generate` with such stop strings becomes
+def _asks_for_drafts(kwargs, strings, drafting): # what a call with such stop strings becomes
     kwargs, criteria = dict(kwargs), list(kwargs.get("stopping_criteria") or ())
     if strings:
         if kwargs.get("tokenizer") is None:
             raise ValueError(f"stop_strings = {strings!r} needs the tokenizer: generate(tokenizer=...)")
         criteria.append(StopStringCriteria(kwargs["tokenizer"], strings))
-    ends = Ends(criteria)
+    ends = Ends(criteria, drafting)
     # this asks for assisted generation; the number itself is read by nobody
     asked = dict(prompt_lookup_num_tokens=1, stop_strings=None)
     if (given := kwargs.get("generation_config")) is not None:
@@ -178,43 +177,50 @@ def fewer_passes(
     meter=None, # of `measures.energy.find_meter`, whose Joules are told where it finds a counter
 ) -> Iterator[Drafted]:
     """Generate with fewer passes, one prompt at a time, until the block ends. Where a call returns a
-    dictionary, `energy` of it is what that call cost. `ValueError` for what this road cannot do as
+    dictionary, `energy` of it is what that call cost. `generate(energy_budget=...)` has a budget of
+    its own, of HEST's gates where the model has them. `ValueError` for what this road cannot do as
     plain generation does, for a budget below 1 without `lossy`, and within another block of the same
     model."""
     inner, told = language_model(model), Drafted()
     if not isinstance(costs, PassCosts): costs = PassCosts((tuple(costs),))
-    check_drafting(inner, table, energy_budget, credit, cap)
-    drafting = Drafting(
-        table, acceptance or shipped_acceptance(), Spending(costs, energy_budget, credit, cap),
-        leniency_for(energy_budget, lossy))
-    plain = inner.generate # the model's own
+    check_drafting(inner, table)
+    made = partial(drafting_for, table=table, acceptance=acceptance or shipped_acceptance(),
+                   costs=costs, credit=credit, cap=cap, lossy=lossy)
+    drafting, plain = made(energy_budget), inner.generate # the model's own
     def generate(*args, **kwargs):
+        own = (kwargs := by_name(args, kwargs)).pop("energy_budget", None)
+        of = drafting if own is None else made(own)
         # what a call asks stands in three places
-        asked = all_asked(inner, kwargs := by_name(args, kwargs))
-        check_asked(asked, drafting.epsilon < 1)
-        kwargs, ends = _asks_for_drafts(kwargs, asked.get("stop_strings"))
+        asked = all_asked(inner, kwargs)
+        check_asked(asked, of.epsilon < 1)
+        kwargs, ends = _asks_for_drafts(kwargs, asked.get("stop_strings"), of)
         token, before = _ENDS.set(ends), _joules(meter)
         try: out = plain(**kwargs)
         finally: _ENDS.reset(token)
         if before is not None: ends.drafter.told.joules = _joules(meter) - before
         return _counted(out, ends, told)
-    with in_place_of(inner, generate=generate, _get_candidate_generator=_generator_for(drafting)):
-        yield told
+    with in_place_of(inner, generate=generate, _get_candidate_generator=_drafter_for): yield told
 
 # %% ../../nbs/hest/19_passes.ipynb #aca4d5f9
-def check_drafting(inner, table, energy_budget, credit, cap) -> None:
-    "`ValueError` within another block, for a budget that is none, or a table of another model."
+def check_drafting(inner, table) -> None:
+    "`ValueError` within another block, or for a table of another model."
     if "_get_candidate_generator" in vars(inner):
         raise ValueError("fewer_passes is open for this model already: one block at a time, and calls "
                          "of several threads may share it")
-    if not (energy_budget > 0 and credit >= 0 and cap >= 1):
-        raise ValueError(
-            f"energy_budget {energy_budget}, credit {credit} and cap {cap} must be above 0, from 0 "
-            "on and from 1 on: they count plain passes over one token")
     size = inner.get_input_embeddings().num_embeddings
     if table and int(table.following.max()) >= size:
         raise ValueError(f"the table has token id {int(table.following.max())}, and the model knows "
                          f"{size}: it was learned with another tokenizer")
+
+def drafting_for(energy_budget, table, acceptance, costs, credit, cap, lossy) -> Drafting:
+    "`ValueError` for a budget that is none."
+    numbers = energy_budget, credit, cap
+    if not all(isinstance(n, (int, float)) for n in numbers) or not (
+            energy_budget > 0 and credit >= 0 and cap >= 1):
+        raise ValueError(
+            f"energy_budget {energy_budget}, credit {credit} and cap {cap} must be above 0, from 0 "
+            "on and from 1 on: they count plain passes over one token")
+    return Drafting(table, acceptance, Spending(costs, *numbers), leniency_for(energy_budget, lossy))
 
 # %% ../../nbs/hest/19_passes.ipynb #724f38bf
 def leniency_for(
