@@ -46,6 +46,12 @@ def check_places(
     "`ValueError` for what names no folder, no model and no data."
     for name in ("stream", "model", "results_dir", "cache_dir"):
         if not getattr(cfg, name).strip(): raise ValueError(f"parameter {name} is empty.")
+    for name in ("model", "data_dir", "results_dir", "cache_dir"):
+        place = getattr(cfg, name)
+        # what file systems refuse, wherever it is asked first
+        if (longest := max(map(len, place.encode(errors="replace").split(b"/")))) > 255:
+            raise ValueError(f"parameter {name} = {place[:60]!r}… has a name of {longest} bytes, "
+                             "and files have names of at most 255.")
     if cfg.run_id and (not plain_name(cfg.run_id) or cfg.run_id == "comparison"):
         raise ValueError(
             f"parameter run_id = {cfg.run_id[:200]!r} must be a plain folder name: "

@@ -92,7 +92,7 @@ def read_named(
 ):
     "What a file holds; `ValueError` saying why it cannot be read."
     try:
-        if not Path(path).exists(): raise ValueError("No such file or directory")
+        if not os.path.exists(path): raise ValueError("No such file or directory")
         return check_size(read_yaml(path))
     except ValueError as e:
         why = str(e).removeprefix(str(path)).lstrip(":, ")
@@ -166,7 +166,7 @@ def check_words(
 ) -> None:
     "`ValueError` for a word that is neither a file nor NAME=VALUE, with what was perhaps meant."
     for i, word in enumerate(words):
-        if Path(word).exists(): continue
+        if os.path.exists(word): continue # False for what is too long for a name
         # a blank on both sides of the = makes three words
         after = "".join(words[i + 1:i + (3 if words[i + 1:i + 2] == ["="] else 2)])
         if meant := _parted(word, after):
