@@ -53,7 +53,9 @@ def _shallow(layer, told):
         _keys_and_values(layer, hidden_states[:, :-1], before, cache)
         named |= dict(position_embeddings=last)
         if (ids := named.get("position_ids")) is not None: named["position_ids"] = ids[:, -1:]
-        mask = attention_mask if attention_mask is None else attention_mask[..., -1:, :]
+        # a sliding window has let go of the first ones
+        held = cache.layers[layer.self_attn.layer_idx].keys.shape[2] + 1
+        mask = attention_mask if attention_mask is None else attention_mask[..., -1:, -held:]
         out = plain(hidden_states[:, -1:], attention_mask=mask, **named)
         return torch.cat([hidden_states[:, :-1], out], 1)
     return forward

@@ -138,11 +138,13 @@ def target_told(
 # %% ../../nbs/study/22_passes.ipynb #ac2bb216
 def texts_told(
     record: dict, # of `bench/passes.py`
+    name: str = "passes", # of an arm
 ) -> str: # a sentence
     "How near the two tokens are where texts first differ."
-    arms = [of["arms"]["passes"] for of in record["tasks"].values()]
+    arms = [of["arms"][name] for of in record["tasks"].values() if name in of["arms"]]
+    if not arms: return ""
     gaps, rows = [r["gap"] for r in arms], sum(r["rows"] for r in arms)
     differ, near = (sum(g[k] for g in gaps) for k in ("differ", "within_one"))
-    return (f"Of {rows} texts {differ} differ from plain generation's; at the first difference the "
+    return (f"Of {rows} texts of *{name}* {differ} differ from plain generation's; at the first difference the "
             f"two logits lie within one spacing of {record['dtype']} at that size in {near}, and "
             f"within {max(g['most'] for g in gaps):.1f} in all.")
