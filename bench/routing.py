@@ -40,6 +40,7 @@ from himalaya_hest.running.evaluation import evaluation_batches
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.run_files import read_arguments
 from himalaya_hest.streams.batching import prompt_row
+from himalaya_hest.streams.instructions import PARAPHRASED
 from himalaya_hest.streams.mini_world import twin_of
 from himalaya_hest.workshop.measuring import auroc, called, circumstances, ratio, write_record
 
@@ -165,7 +166,8 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parameters", nargs="*", help="of a run, as name=value")
-    parser.add_argument("--asked", nargs="*", default=["absent"], help="in the evaluation alone")
+    parser.add_argument("--asked", nargs="*", default=["absent", *PARAPHRASED],
+        help="in the evaluation alone")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS,
         help="in training and evaluation")
     parser.add_argument("--n-tasks", type=int, nargs="+", default=[25, 100, 1000])
