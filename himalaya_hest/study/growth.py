@@ -47,11 +47,33 @@ def family_of(method: str) -> str | None: # a key of FRONT
     named = [m for m in FRONT if method.startswith(f"{m}, ")]
     return max(named, key=len, default=None)
 
+# %% ../../nbs/study/21_growth.ipynb #a9b0ca14
+def _points_of(
+    runs: list[dict], # of one form
+    mb: dict[int, float], # of `mb_after`
+) -> list[dict]: # where some run was asked all of its first tasks
+    found = ((n, [s for r in runs if (s := score_after(r, n)) is not None]) for n in mb)
+    return [dict(tasks=n, runs=len(s), score=float(np.mean(s)), low=min(s), high=max(s), mb=mb[n])
+            for n, s in found if s]
+
 # %% ../../nbs/study/21_growth.ipynb #c906a70c
+LIMIT_MB = 2.5
+
+def _drawn(
+    of: dict[str, list[dict]], # forms of a method → runs
+    end: dict[str, float], # forms → MB with all tasks
+) -> list[str]: # the form of the line, and what stands beside it
+    # the most runs; of several no more set than the rank, the smallest file
+    form = min(of, key=lambda f: (-len(of[f]), f.count(",") > 1, end[f]))
+    # what fits where that one does not
+    within = [f for f in of if end[f] <= LIMIT_MB < end[form]]
+    return [form, *sorted(within, key=end.get)[-1:]]
+
+# %% ../../nbs/study/21_growth.ipynb #6cc747e3
 def growth_points(
     studies: list[tuple[list[dict], tuple]], # records, and which numbers of tasks are read of them
-) -> list[dict]: # method, form, tasks, runs, score, low, high, mb
-    "The points of all methods, each of the form with the most runs, the smallest of several."
+) -> list[dict]: # method, form, line, tasks, runs, score, low, high, mb
+    "The points of all methods, each of the form of its line and of what stands beside it."
     out = []
     for records, lengths in studies:
         forms = {}
@@ -59,28 +81,33 @@ def growth_points(
             if family := family_of(method): forms.setdefault(family, {})[method] = [*runs.values()]
         for family, of in forms.items():
             sizes = {form: mb_after(runs[0], lengths) for form, runs in of.items()}
-            # of those with as many runs, and no more set than the rank, the smallest file
-            form = min(of, key=lambda f: (-len(of[f]), f.count(",") > 1, sizes[f][lengths[-1]]))
-            runs, mb = of[form], sizes[form]
-            found = ((n, [s for r in runs if (s := score_after(r, n)) is not None])
-                     for n in lengths)
-            out += [dict(method=family, form=form, tasks=n, runs=len(s), score=float(np.mean(s)),
-                         low=min(s), high=max(s), mb=mb[n]) for n, s in found if s]
+            drawn = _drawn(of, {form: mb[lengths[-1]] for form, mb in sizes.items()})
+            # the first is the line's
+            out += [dict(method=family, form=form, line=form == drawn[0]) | point
+                    for form in drawn for point in _points_of(of[form], sizes[form])]
     return out
 
-# %% ../../nbs/study/21_growth.ipynb #9d750130
-LIMIT_MB = 2.5
+# %% ../../nbs/study/21_growth.ipynb #053d4ef7
+def _rings(axes, points, color, size): # other forms, which fit the limit
+    for p in points:
+        at = p["mb"], p["score"]
+        axes.plot(*at, "o", color=color, mfc="white", markersize=size)
+        axes.annotate(f"{p['tasks']:,}", at, (-2, 5), color=color, fontsize=7, ha="right",
+                      textcoords="offset points")
 
+# %% ../../nbs/study/21_growth.ipynb #9d750130
 def _panel(axes, title, points):
     plain_axes(axes)
     axes.axvline(LIMIT_MB, color="#c9d0d8", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     for method, (name, color) in FRONT.items():
-        own = sorted((p for p in points if p["method"] == method), key=lambda p: p["tasks"])
+        all_own = sorted((p for p in points if p["method"] == method), key=lambda p: p["tasks"])
+        own = [p for p in all_own if p["line"]]
         if not own: continue
         x, y = [p["mb"] for p in own], [p["score"] for p in own]
         bold = method == "himalaya"
         thick = dict(linewidth=1.6, markersize=6) if bold else dict(linewidth=1.1, markersize=4)
         axes.plot(x, y, "-o", color=color, **thick)
+        _rings(axes, [p for p in all_own if not p["line"]], color, thick["markersize"])
         # where the file does not grow, numbers of tasks stand beside the line
         place = dict(xytext=(6, -3)) if x[0] == x[-1] else dict(
             xytext=(8 if method == "lora-bank" else 0, 4), ha="center")
@@ -110,10 +137,10 @@ def growth_chart(
     figure, (panels,) = new_figure(9.6, 3.6, 1, len(worlds))
     for axes, (title, points) in zip(panels, worlds.items()): _panel(axes, title, points)
     panels[0].set_ylabel("mean score at the end", fontsize=8.5)
-    # in words the last point of each line; all of them are in the table
+    # in words the last point of each line and those beside it; all of them are in the table
     def told(points): return ", ".join(
         f"{FRONT[p['method']][0]} after {p['tasks']:,} tasks {p['score']:.2f} at {p['mb']:.1f} MB"
-        for p in {p["method"]: p for p in sorted(points, key=lambda p: p["tasks"])}.values())
+        for p in {(p["method"], p["line"]): p for p in sorted(points, key=lambda p: p["tasks"])}.values())
     all_told = "; ".join(f"{title}: {told(points)}" for title, points in worlds.items())
     return Chart("growth", figure, f"Mean score at the end by the size of the adapter. {all_told}.")
 

@@ -1,0 +1,44 @@
+"""HIMALAYA's scores under other instructions in its first form, whose router was masked.
+
+    git worktree add ../before 857fbec971   # the last commit whose runs are all of that form
+    python bench/instructions_before.py ../before
+
+Goes to records/bench/instructions_before.json, beside which the results put today's.
+"""
+import argparse
+import json
+from pathlib import Path
+
+from himalaya_hest.workshop.measuring import commit, write_record
+
+
+def told(path):
+    r = json.loads(path.read_text(encoding="utf-8"))
+    c, s = r["config"], r["summary"]
+    return dict(
+        instructions=c["instructions"], seed=c["seed"], order_seed=c["order_seed"],
+        world=r["world"].get("base_digest", r["world"]["digest"]), # with own instructions
+        code=r["code_version"]["git"], adapter_config=c["adapter_config"],
+        learning_rate=c["training"]["learning_rate"], auc=s["retained_accuracy_auc"],
+        final=s["average_accuracy"], forgotten=s["average_forgetting"])
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, help="the other checkout")
+    parser.add_argument("--out", type=Path, default="records/bench/instructions_before.json")
+    a = parser.parse_args()
+    # a file of JSON a run at that time; ten orders with own instructions, three with others
+    runs = [told(p) for grid in ("main", "instructions")
+            for p in (a.before/"nbs/records"/grid).glob("himalaya-default-*.json")]
+    if not runs: raise SystemExit(f"{a.before} has no nbs/records/main: check out 857fbec971 there")
+    runs.sort(key=lambda r: (r["instructions"], r["seed"]))
+    orders = {r["seed"] for r in runs if r["instructions"] != "own"}
+    at = commit(a.before.resolve())
+    write_record(a.out, dict(
+        command=f"git worktree add ../before {at}; python bench/instructions_before.py ../before",
+        commit=at, runs=[r for r in runs if r["seed"] in orders]))
+
+
+if __name__ == "__main__": main()
