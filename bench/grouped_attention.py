@@ -22,7 +22,7 @@ import torch
 from acceptance import arguments, begun
 
 from himalaya_hest.hest.eight_bits import in_eight_bits
-from himalaya_hest.hest.grouped_attention import grouped_attention
+from himalaya_hest.hest.head_groups import grouped_attention
 from himalaya_hest.workshop.measuring import called, circumstances, ratio, write_record
 
 WAYS = dict(plain=contextlib.nullcontext, grouped=grouped_attention)

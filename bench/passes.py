@@ -61,7 +61,7 @@ from himalaya_hest.hest.acceptance import (
 from himalaya_hest.hest.drafter import Drafted
 from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
 from himalaya_hest.hest.eight_bits import in_eight_bits
-from himalaya_hest.hest.grouped_attention import grouped_attention
+from himalaya_hest.hest.head_groups import grouped_attention
 from himalaya_hest.hest.leniency import learn_leniency
 from himalaya_hest.hest.own_controller import examples
 from himalaya_hest.hest.pass_budget import PassCosts, pass_costs

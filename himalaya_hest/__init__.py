@@ -51,7 +51,7 @@ _NAMES = { # module → what it gives to the face
     "hest.prompt_blocks": "shallow_prompt",
     "hest.prompt_prefix": "kept_prefix",
     "hest.eight_bits": "in_eight_bits",
-    "hest.grouped_attention": "grouped_attention",
+    "hest.head_groups": "grouped_attention",
     "adapters.names": "adapter_names",
     "adapters.registry": "adapter_table build_adapter",
     "measures.energy": "find_meter",

@@ -26,5 +26,5 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.hest", {
     "prompt_blocks": "shallow_prompt",
     "prompt_prefix": "kept_prefix",
     "eight_bits": "in_eight_bits",
-    "grouped_attention": "grouped_attention",
+    "head_groups": "grouped_attention",
 })
