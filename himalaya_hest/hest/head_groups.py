@@ -14,8 +14,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .passes import language_model
-
 # %% ../../nbs/hest/24_head_groups.ipynb #39357f53
 FEW = 8 # tokens of a pass, up to which heads are joined
 
@@ -56,14 +54,19 @@ AttentionMaskInterface.register(BY_GROUPS, sdpa_mask)
 # %% ../../nbs/hest/24_head_groups.ipynb #f3216ea3
 @contextlib.contextmanager
 def grouped_attention(
-    model: nn.Module, # a causal language model of Transformers, with an adapter or without
+    model: nn.Module, # a model of Transformers, with an adapter or without
 ) -> Iterator[None]:
     """Heads that share keys attend as rows of one product on a CPU, in passes over a few tokens, until
-    the block ends. Nothing changes where no keys are shared, and where the model's attention is not
-    `sdpa`. It holds for all threads that use the model: a service opens it once. `ValueError` for what
-    does not generate."""
-    inner = language_model(model, "grouped_attention")
-    changes = inner.config._attn_implementation == "sdpa"
+    the block ends. Nothing changes where no keys are shared, and where the model's attention, or that
+    of a part of it, is not `sdpa`. It holds for all threads that use the model: a service opens it
+    once. `ValueError` for other models."""
+    inner = getattr(model, "_orig_mod", model) # of torch.compile
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    if not hasattr(inner, "set_attn_implementation"):
+        raise ValueError(
+            f"grouped_attention needs a model of Transformers, got {type(inner).__name__}")
+    parts = (getattr(inner.config, name, None) for name in inner.config.sub_configs)
+    changes = {of._attn_implementation for of in (inner.config, *parts) if of} == {"sdpa"}
     if changes: inner.set_attn_implementation(BY_GROUPS)
     try: yield
     finally:
