@@ -1,7 +1,7 @@
 r"""Does the router find the task, and what does it cost? No adapter is trained: prompts of each task
 are shown to the router as a task's start shows them, then the evaluation's prompts are asked.
 
-    OMP_NUM_THREADS=1 python bench/routing.py stream=mini25
+    OMP_NUM_THREADS=1 python bench/routing.py stream=mini25 --asked absent paraphrased paraphrased_hard
     OMP_NUM_THREADS=1 python bench/routing.py stream=mini1000 --ways own
     OMP_NUM_THREADS=1 python bench/routing.py scale=small stream=local25 model=FOLDER source=local \
         data_dir=FOLDER training.max_length=256
@@ -40,7 +40,6 @@ from himalaya_hest.running.evaluation import evaluation_batches
 from himalaya_hest.running.resolve import resolve
 from himalaya_hest.running.run_files import read_arguments
 from himalaya_hest.streams.batching import prompt_row
-from himalaya_hest.streams.instructions import PARAPHRASED
 from himalaya_hest.streams.mini_world import twin_of
 from himalaya_hest.workshop.measuring import auroc, called, circumstances, ratio, write_record
 
@@ -166,8 +165,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parameters", nargs="*", help="of a run, as name=value")
-    parser.add_argument("--asked", nargs="*", default=["absent", *PARAPHRASED],
-        help="in the evaluation alone")
+    parser.add_argument("--asked", nargs="*", default=["absent"], help="in the evaluation alone")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS,
         help="in training and evaluation")
     parser.add_argument("--n-tasks", type=int, nargs="+", default=[25, 100, 1000])
