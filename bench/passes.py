@@ -411,6 +411,7 @@ def arm(run, asked, rows, w):
         decode_time=decoded(of[w], of[PLAIN]),
         against_rule=ratio(s[w], s[RULE]), against_lookup=ratio(s[w], s[LOOKUP]),
         token_against_rule=ratio(a_token(w), a_token(RULE)),
+        token_against_lookup=ratio(a_token(w), a_token(LOOKUP)),
         token_against_ungrouped=ratio(a_token(w), a_token(UNGROUPED)),
         decode_against_rule=decoded(of[w], of[RULE]),
         **dict(against_int8=ratio(*zip(*((a["s"], p["s"]) for a, p in kinds)))) if kinds else {},

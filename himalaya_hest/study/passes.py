@@ -30,6 +30,9 @@ def _span(r, middle="median", form=".2f"): # a figure with its interval, where t
     of = [format(r[k], form) if r[k] is not None else "–" for k in (middle, "low", "high")]
     return f"{of[0]} [{of[1]}, {of[2]}]" if "–" not in of else of[0]
 
+def _of_lookup(r): # in older records of a whole answer
+    return _span(r.get("token_against_lookup") or r["against_lookup"])
+
 def _of_own(r): # plain generation as Transformers attends by itself; older records are of that alone
     return _span(of) if (of := r.get("token_against_ungrouped")) else "–"
 
@@ -37,7 +40,7 @@ def _of_own(r): # plain generation as Transformers attends by itself; older reco
 def _times(name, r):
     passes, seconds = r.get("passes"), ", ".join(f"{s:.2f}" for s in r["percentiles_s"].values())
     return [name, r["rows"], _span(r["token_time"]), (r["decode_time"] or {}).get("median"),
-            _span(r["token_against_rule"]), r["against_lookup"]["median"], _of_own(r),
+            _span(r["token_against_rule"]), _of_lookup(r), _of_own(r),
             r["time"]["median"], seconds, r["tokens"] / passes if passes else None]
 
 def _texts(name, r, metric):
