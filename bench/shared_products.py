@@ -1,5 +1,5 @@
-r"""What it saves to share one product among the layers that read one input (q, k and v; gate and up)
-where weights are in eight bits.
+r"""What it saves to share a product among layers that read one input, in eight bits: q, k and v,
+gate and up.
 
     OMP_NUM_THREADS=1 python bench/shared_products.py model=FOLDER source=local data_dir=FOLDER \
         dtype=bfloat16

@@ -57,10 +57,9 @@ def grouped_attention(
     model: nn.Module, # a model of Transformers, with an adapter or without
 ) -> Iterator[None]:
     """Heads that share keys attend as rows of one product on a CPU, in passes over a few tokens, until
-    the block ends. Nothing changes where no keys are shared, and where the model's attention, or that
-    of a part of it, is not `sdpa`. It holds for all threads that use the model: a service opens it
-    once. `ValueError` for other models."""
-    inner = getattr(model, "_orig_mod", model) # of torch.compile
+    the block ends, for all threads that use the model. Nothing changes where no keys are shared, and
+    where attention of the model or of a part is not `sdpa`. `ValueError` for other models."""
+    inner = getattr(model, "_orig_mod", model)
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if not hasattr(inner, "set_attn_implementation"):
         raise ValueError(

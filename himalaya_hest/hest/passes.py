@@ -212,6 +212,7 @@ def check_drafting(inner, table) -> None:
         raise ValueError(f"the table has token id {int(table.following.max())}, and the model knows "
                          f"{size}: it was learned with another tokenizer")
 
+# %% ../../nbs/hest/19_passes.ipynb #10759cfd
 def drafting_for(energy_budget, table, acceptance, costs, credit, cap, lossy) -> Drafting:
     "`ValueError` for a budget that is none."
     numbers = energy_budget, credit, cap
