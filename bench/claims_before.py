@@ -24,20 +24,29 @@ print(json.dumps(dict(said=who_wins(e), parts=[dict(part=f.part, claim=f.claim, 
 """
 
 
-def main():
+def checkout(doc, out):
+    "The other checkout, and where the record goes."
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the other checkout")
-    parser.add_argument("--out", type=Path, default="records/bench/claims_before.json")
+    parser.add_argument("--out", type=Path, default=out)
     a = parser.parse_args()
-    folder = a.before.resolve()
+    return a.before.resolve(), a.out
+
+
+def write_before(script, folder, told, out):
+    "A record of another checkout, with what makes it again."
+    at = commit(folder)
+    command = f"git worktree add ../before {at}; python bench/{Path(script).name} ../before"
+    write_record(out, dict(command=command, commit=at, **told))
+
+
+def main():
+    folder, out = checkout(__doc__, "records/bench/claims_before.json")
     said = subprocess.run([sys.executable, "-W", "ignore", "-c", ASK], cwd=folder, check=True,
         capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=str(folder))).stdout
-    at = commit(folder)
-    write_record(a.out, dict(
-        command=f"git worktree add ../before {at}; python bench/claims_before.py ../before",
-        commit=at, **json.loads(said.splitlines()[-1])))
-    print(a.out)
+    write_before(__file__, folder, json.loads(said.splitlines()[-1]), out)
+    print(out)
 
 
 if __name__ == "__main__": main()

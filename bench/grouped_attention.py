@@ -12,6 +12,7 @@ bootstrap. Greedy answers of --new-tokens tokens to --prompts validation rows, b
 order at each: medians over prompts, and `same`, the share of texts that are the same.
 """
 import contextlib
+import itertools
 import random
 import tempfile
 from pathlib import Path
@@ -33,25 +34,26 @@ WIDTHS = 1, 2, 4, 8
 
 
 @torch.no_grad()
-def pass_times(model, context, rounds):
-    "Way → width → process time of each round's pass."
-    ids = torch.ones(1, context, dtype=torch.long)
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    found = {w: {n: [] for n in WIDTHS} for w in WAYS}
+def pass_times(ways, widths, context, rounds):
+    "Way, that is a model and how it is held, → width → process time of each round's pass."
+    ids, found = torch.ones(1, context, dtype=torch.long), {w: {n: [] for n in widths} for w in ways}
+    caches = {m: m(input_ids=ids, use_cache=True).past_key_values for m, _ in ways.values()}
+    # the first round warms up
     for k in range(rounds + 1):
-        for n in WIDTHS:
-            for w, held in WAYS.items():
-                with held(model):
-                    start = process_time()
-                    model(input_ids=ids[:, :1].expand(1, n), past_key_values=cache, use_cache=True)
-                    if k: found[w][n].append(process_time() - start)
-                cache.crop(-n) # the same text each time
+        for n, (w, (model, held)) in itertools.product(widths, ways.items()):
+            with held(model):
+                start = process_time()
+                model(input_ids=ids[:, :1].expand(1, n), past_key_values=caches[model],
+                      use_cache=True)
+                if k: found[w][n].append(process_time() - start)
+            caches[model].crop(-n) # the same text each time
     return found
 
 
 def passes(model, context, rounds):
     "By width, and what a pass over one token takes."
-    times = pass_times(model, context, rounds)
+    ways = {w: (model, held) for w, held in WAYS.items()}
+    times = pass_times(ways, WIDTHS, context, rounds)
     plain, grouped = times["plain"], times["grouped"]
     return dict(ms={w: 1e3 * float(np.median(times[w][1])) for w in WAYS},
                 ratios={str(n): ratio(grouped[n], plain[n]) for n in WIDTHS})

@@ -5,11 +5,9 @@
 
 Goes to records/bench/instructions_before.json, beside which the results put today's.
 """
-import argparse
 import json
-from pathlib import Path
 
-from himalaya_hest.workshop.measuring import commit, write_record
+from claims_before import checkout, write_before
 
 
 def told(path):
@@ -24,21 +22,14 @@ def told(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path, help="the other checkout")
-    parser.add_argument("--out", type=Path, default="records/bench/instructions_before.json")
-    a = parser.parse_args()
+    folder, out = checkout(__doc__, "records/bench/instructions_before.json")
     # a file of JSON a run at that time; ten orders with own instructions, three with others
     runs = [told(p) for grid in ("main", "instructions")
-            for p in (a.before/"nbs/records"/grid).glob("himalaya-default-*.json")]
-    if not runs: raise SystemExit(f"{a.before} has no nbs/records/main: check out 857fbec971 there")
+            for p in (folder/"nbs/records"/grid).glob("himalaya-default-*.json")]
+    if not runs: raise SystemExit(f"{folder} has no nbs/records/main: check out 857fbec971 there")
     runs.sort(key=lambda r: (r["instructions"], r["seed"]))
     orders = {r["seed"] for r in runs if r["instructions"] != "own"}
-    at = commit(a.before.resolve())
-    write_record(a.out, dict(
-        command=f"git worktree add ../before {at}; python bench/instructions_before.py ../before",
-        commit=at, runs=[r for r in runs if r["seed"] in orders]))
+    write_before(__file__, folder, dict(runs=[r for r in runs if r["seed"] in orders]), out)
 
 
 if __name__ == "__main__": main()

@@ -6,7 +6,7 @@ gate and up.
 
 Two copies of the bare backbone of scale `small` within `in_eight_bits`, with activations (W8A8) and
 with weights alone: of one the layers share, of the other each rounds its input and multiplies by
-itself. Passes over --widths tokens behind --context tokens, copies in turns in each of --rounds
+itself. Passes over --widths tokens behind --context tokens, both in turns in each of --rounds
 rounds, after one that is not counted: process time shared over alone, medians over rounds with the
 95 % interval of a bootstrap.
 """
@@ -14,12 +14,12 @@ import contextlib
 import copy
 import tempfile
 from pathlib import Path
-from time import process_time
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from acceptance import arguments, begun
+from grouped_attention import pass_times
 
 from himalaya_hest.hest import eight_bits
 from himalaya_hest.hest.head_groups import grouped_attention
@@ -27,20 +27,6 @@ from himalaya_hest.workshop.measuring import called, circumstances, ratio, write
 
 WAYS = dict(shared=eight_bits.SAME_INPUT, alone=())
 KINDS = {"W8A8": True, "weight-only int8": False}
-
-
-@torch.no_grad()
-def pass_times(models, width, context, rounds):
-    "Way → process time of each round's pass."
-    ids, found = torch.ones(1, context, dtype=torch.long), {w: [] for w in models}
-    caches = {w: m(input_ids=ids, use_cache=True).past_key_values for w, m in models.items()}
-    for k in range(rounds + 1):
-        for w, model in models.items():
-            start = process_time()
-            model(input_ids=ids[:, :1].expand(1, width), past_key_values=caches[w], use_cache=True)
-            if k: found[w].append(process_time() - start)
-            caches[w].crop(-width) # the same text each time
-    return found
 
 
 def measured(model, a, activations):
@@ -51,9 +37,10 @@ def measured(model, a, activations):
             with patch.object(eight_bits, "SAME_INPUT", WAYS[w]):
                 until.enter_context(eight_bits.in_eight_bits(one, activations))
             until.enter_context(grouped_attention(one))
-        times = {n: pass_times(models, n, a.context, a.rounds) for n in a.widths}
-    return {str(n): dict(ms={w: 1e3 * float(np.median(of[w])) for w in WAYS},
-                         ratio=ratio(of["shared"], of["alone"])) for n, of in times.items()}
+        ways = {w: (one, contextlib.nullcontext) for w, one in models.items()}
+        times = pass_times(ways, a.widths, a.context, a.rounds)
+    return {str(n): dict(ms={w: 1e3 * float(np.median(times[w][n])) for w in WAYS},
+                         ratio=ratio(times["shared"][n], times["alone"][n])) for n in a.widths}
 
 
 def main():

@@ -14,6 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .passes import unwrapped
+
 # %% ../../nbs/hest/24_head_groups.ipynb #39357f53
 FEW = 8 # tokens of a pass, up to which heads are joined
 
@@ -59,8 +61,7 @@ def grouped_attention(
     """Heads that share keys attend as rows of one product on a CPU, in passes over a few tokens, until
     the block ends, for all threads that use the model. Nothing changes where no keys are shared, and
     where attention of the model or of a part is not `sdpa`. `ValueError` for other models."""
-    inner = getattr(model, "_orig_mod", model)
-    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    inner = unwrapped(model)
     if not hasattr(inner, "set_attn_implementation"):
         raise ValueError(
             f"grouped_attention needs a model of Transformers, got {type(inner).__name__}")
