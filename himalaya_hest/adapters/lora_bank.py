@@ -122,10 +122,12 @@ class Spread(nn.Module):
     ):
         super().__init__()
         self.counts, total = counts, sum(n * int(w) for c in counts for w, n in c.items())
-        drawn = signed_buckets(total, of.n_numbers, of.seed, site_stream("lora_bank", "numbers"))
-        # drawn again when a bank is loaded
-        self.register_buffer("bucket", drawn[0].int(), persistent=False)
-        self.register_buffer("weight", drawn[1], persistent=False)
+        # drawn again when a bank is loaded; on a model of shapes alone twenty million are too many
+        if torch.get_default_device().type == "meta": bucket = weight = torch.empty(total)
+        else: bucket, weight = signed_buckets(
+            total, of.n_numbers, of.seed, site_stream("lora_bank", "numbers"))
+        self.register_buffer("bucket", bucket.int(), persistent=False)
+        self.register_buffer("weight", weight, persistent=False)
 
     def forward(self, x: Tensor) -> list[dict[str, Tensor]]: # (u, n_numbers) → width → (u, n, width)
         sizes = [n * int(w) for count in self.counts for w, n in count.items()]

@@ -6,6 +6,9 @@
 __all__ = ['LARGE_WIDTH', 'LARGE_LAYERS', 'LARGE_SITES', 'large_llama', 'large_adapter', 'large_bytes']
 
 # %% ../../nbs/compare/02_large.ipynb #3949b95c
+import json
+from functools import lru_cache
+
 import torch
 
 from ..running.shapes import _state_bytes
@@ -30,25 +33,37 @@ def large_llama(
     with torch.device("meta"): return LlamaForCausalLM(shape)
 
 # %% ../../nbs/compare/02_large.ipynb #d3ddbd7f
+# two, since HIMALAYA's maps are there, of 30 MB and more
+@lru_cache(maxsize=2)
+def _attached(method, preset, fields):
+    with torch.device("meta"):
+        return build_adapter(method, large_llama(), None, preset, json.loads(fields))
+
+def _form(record): # what an adapter is attached by
+    c = record["config"]
+    fields = json.dumps(c.get("adapter_config") or {}, sort_keys=True)
+    return parse_adapter(c["adapter"])[0], c["preset"], fields
+
 def large_adapter(
     record: dict, # a run's record
-) -> Adapter: # without numbers, and without hooks
-    "The record's adapter on the large model."
-    c = record["config"]
-    method, fields = parse_adapter(c["adapter"])[0], dict(c.get("adapter_config") or {})
-    with torch.device("meta"):
-        return build_adapter(method, large_llama(), None, c["preset"], fields, None, c["seed"])
+) -> Adapter: # without numbers, and without hooks; the same for all that ask
+    "The record's adapter on the large model; `ValueError` where it is not known here."
+    return _attached(*_form(record))
 
 # %% ../../nbs/compare/02_large.ipynb #4bb4dc7f
-def large_bytes(
-    adapter: Adapter, # from `large_adapter`
-    record: dict, # the same run, whole or stopped after n tasks
-) -> int:
-    "Bytes kept after the record's tasks, at d = 4096 and 32 layers."
-    n, c = len(record["tasks"]), record["config"]
-    method, ewc = parse_adapter(c["adapter"])
-    if c.get("protocol") == "zero_shot": return 0
+@lru_cache(maxsize=None)
+def _bytes_of(form, ewc, n):
+    adapter = _attached(*form)
     size = _state_bytes(adapter, n)
     # EWC keeps Fisher information and anchor, two numbers for each that is trained
     if ewc: size += 8 * sum(p.numel() for p in adapter.model.parameters() if p.requires_grad)
+    return size
+
+def large_bytes(
+    record: dict, # a run's, whole or stopped after n tasks
+) -> int:
+    "Bytes kept after its tasks, at d = 4096, L = 32; `ValueError` where they are not known here."
+    n, c = len(record["tasks"]), record["config"]
+    if c.get("protocol") == "zero_shot": return 0
+    size = _bytes_of(_form(record), parse_adapter(c["adapter"])[1], n)
     return size * (n if c.get("protocol") == "single" else 1)

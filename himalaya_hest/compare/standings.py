@@ -103,11 +103,9 @@ def large_mb(
     runs: dict, # (seed, order_seed) → record of one method
 ) -> float | None: # None where the adapter is not known here
     "MB after the last task, computed for the large model: all runs of a method keep the same."
-    from himalaya_hest.compare.large import large_adapter, large_bytes
-    first = next(iter(runs.values()))
-    try: large = large_adapter(first)
+    from himalaya_hest.compare.large import large_bytes
+    try: return large_bytes(next(iter(runs.values()))) / 1e6
     except ValueError: return None
-    return large_bytes(large, first) / 1e6
 
 # %% ../../nbs/compare/03_standings.ipynb #043a2493
 def _rows_interval(values, center):

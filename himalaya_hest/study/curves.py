@@ -14,7 +14,7 @@ import numpy as np
 
 from ..running.scales import evaluation_schedule
 from ..measures.continual import continual_summary, evaluated_rows
-from ..compare.large import large_adapter, large_bytes
+from ..compare.large import large_bytes
 from ..compare.pairs import method_of, short_name
 from ..ground.table import Table
 from ..measures.record_tables import same_world, score_array
@@ -63,16 +63,16 @@ METRICS = {
     "just learned": "just_learned_accuracy", "forgotten": "average_forgetting",
 }
 
-def _large(record): # None: an adapter of another version, whose shapes are not known here
-    try: return large_adapter(record)
+def _large_mb(record): # None: an adapter of another version, whose shapes are not known here
+    try: return large_bytes(record) / 1e6
     except ValueError: return None
 
-def _point(record, large, n):
+def _point(record, n):
     short = stopped_after(record, n)
     mini = short["kept_bytes"][-1] if short["kept_bytes"] else None
     return {k: short["summary"][v] for k, v in METRICS.items()} | {
         "MB mini": None if mini is None else mini / 1e6,
-        "MB large": None if large is None else large_bytes(large, short) / 1e6,
+        "MB large": _large_mb(short),
     }
 
 # %% ../../nbs/study/02_curves.ipynb #71fca179
@@ -93,9 +93,8 @@ def curve_points(
     "What each method gives on streams of several lengths."
     found = {}
     for r in same_world(records):
-        large = _large(r)
         for n in (n for n in lengths if n <= len(r["tasks"])):
-            found.setdefault((method_of(r), n), []).append(_point(r, large, n))
+            found.setdefault((method_of(r), n), []).append(_point(r, n))
     return [
         dict(method=m, tasks=n, n=len(rows)) | {k: _mean(rows, k) for k in rows[0]}
         for (m, n), rows in sorted(found.items(), key=_by_size)

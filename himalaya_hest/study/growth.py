@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..compare.charts import Chart, new_figure, plain_axes
-from ..compare.large import large_adapter, large_bytes
+from ..compare.large import large_bytes
 from ..compare.pairs import EQUAL, WIDE, by_pair, short_name
 from ..ground.table import Table
 from ..measures.record_tables import score_array
@@ -36,9 +36,8 @@ def mb_after(
     record: dict, # of a run
     lengths: tuple[int, ...], # numbers of tasks
 ) -> dict[int, float]: # number of tasks → 10⁶ bytes at d = 4096, 32 layers
-    "What is kept of a run's first tasks; the large adapter is made once."
-    large = large_adapter(record)
-    return {n: large_bytes(large, record | dict(tasks=record["tasks"][:n])) / 1e6 for n in lengths}
+    "What is kept of a run's first tasks."
+    return {n: large_bytes(record | dict(tasks=record["tasks"][:n])) / 1e6 for n in lengths}
 
 # %% ../../nbs/study/21_growth.ipynb #635c16f3
 def family_of(method: str) -> str | None: # a key of FRONT
