@@ -1,8 +1,10 @@
-"""Does a new task gain from the nearest finished one? HIMALAYA learns tasks of the development world
-and a variant of each, with few steps or many and from few rows or many, from three starts: random
-directions and no core as the method does (`fresh`), directions of the nearest finished task
-(`directions`), and its cores as well (`whole`). The router says which task is nearest: the one
-under which the new task's prompts are likeliest in the mean.
+"""Does a new task gain from the nearest finished ones? HIMALAYA learns tasks of the development
+world and a variant of each, with few steps or many and from few rows or many, from four starts:
+random directions and no core as the method does (`fresh`), directions of the nearest finished task
+(`directions`), its cores as well (`whole`), and a mixture of the nearest three (`mixture`). The
+router says which task is nearest: the one under which the new task's prompts are likeliest in the
+mean. In the mixture each of the three has as much as it explains of these prompts, the posterior's
+mean over them; its directions are those in which the mixed updates of all sites are largest.
 
     OMP_NUM_THREADS=1 python bench/warm_start.py
     OMP_NUM_THREADS=1 python bench/warm_start.py --steps 10 --rows --n-tasks 8 --seeds 0 \
@@ -26,22 +28,35 @@ from himalaya_hest.himalaya.tuner import HimalayaHooks, HimalayaModel
 from himalaya_hest.jobs.run import run_continual
 from himalaya_hest.workshop.measuring import called, circumstances, mean_interval, write_record
 
-STARTS = ("fresh", "directions", "whole")
+STARTS = ("fresh", "directions", "whole", "mixture")
 BATCH, ALL_ROWS = 8, 400 # of a step, of a task, at scale mini
 
 
+def mixed(q, d, core, weights):
+    """Directions and cores, as many as one task has, of the weighted sum of tasks' updates
+    Σ w dᵀ C q: the best for all sites together (truncated higher-order SVD)."""
+    r, updates = q.shape[1], torch.einsum("u,uiD,usij,ujR->sDR", weights, d, core, q)
+    def largest(gram): return torch.linalg.eigh(gram).eigenvectors[:, -r:].T
+    q = largest(torch.einsum("sDR,sDT->RT", updates, updates))
+    d = largest(torch.einsum("sDR,sTR->DT", updates, updates))
+    return q, d, d @ updates @ q.T
+
+
 class FromNearest(HimalayaHooks):
-    "Begins a task where the nearest finished one ended."
+    "Begins a task where the nearest finished ones ended."
     @torch.no_grad()
     def on_task_start(self, task):
         super().on_task_start(task)
         cores, router = self.core.tasks, self.core.router
         if self.start == "fresh" or not (n := len(cores.finished)): return
         # the last mean is the new task's own
-        nearest = task_scores(router, *self.contexts_of(task.loader))[:, :n].mean(0).argmax()
-        q, d, core = cores.kept(nearest[None])
-        cores.q.copy_(q[0]); cores.d.copy_(d[0])
-        if self.start == "whole": cores.core.copy_(core[0])
+        scores = task_scores(router, *self.contexts_of(task.loader))[:, :n]
+        if self.start == "mixture":
+            share, nearest = scores.softmax(1).mean(0).topk(min(3, n))
+            q, d, core = mixed(*cores.kept(nearest), share / share.sum())
+        else: q, d, core = (x[0] for x in cores.kept(scores.mean(0).argmax()[None]))
+        cores.q.copy_(q); cores.d.copy_(d)
+        if self.start != "directions": cores.core.copy_(core)
 
 
 def learned(start, steps, rows, stream, seed, folder):

@@ -3075,6 +3075,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                        'himalaya_hest/jobs/search.py'),
                                            'himalaya_hest.jobs.search._pruner': ( 'jobs/search.html#_pruner',
                                                                                   'himalaya_hest/jobs/search.py'),
+                                           'himalaya_hest.jobs.search._repos': ('jobs/search.html#_repos', 'himalaya_hest/jobs/search.py'),
                                            'himalaya_hest.jobs.search._run_at': ( 'jobs/search.html#_run_at',
                                                                                   'himalaya_hest/jobs/search.py'),
                                            'himalaya_hest.jobs.search._run_final': ( 'jobs/search.html#_run_final',

@@ -252,8 +252,9 @@ def _try_all(study, leases, config, space, run, quiet):
         finally: leases.release(str(trial.number))
 
 # %% ../../nbs/jobs/03_search.ipynb #1229c6cb
-def _judged_rows(config, caps):
-    "Task → hashes of (prompt, answer) of the rows that a run is judged by, at these caps."
+def _judged_rows(config, caps, repos=None):
+    """Task → hashes of (prompt, answer) of the rows that a run is judged by, at these caps; of
+    tasks of these repositories, where they are given."""
     from himalaya_hest.running.data import source_of, stream_of
     from himalaya_hest.streams.sources import examples_of
     stream = stream_of(config)
@@ -261,7 +262,11 @@ def _judged_rows(config, caps):
     def numbered(t): return (r for n in caps for r in source.numbered_rows(t, "validation", n))
     return {t.name: {hash((e.prompt, e.target))
                      for _, e in examples_of(t, source, "validation", numbered(t))}
-            for t in stream.tasks}
+            for t in stream.tasks if repos is None or t.repo in repos}
+
+def _repos(config): # whose tasks may share rows; None: any
+    from himalaya_hest.running.data import stream_of
+    return {t.repo for t in stream_of(config).tasks} if config.source == "hub" else None
 
 # %% ../../nbs/jobs/03_search.ipynb #ca3cd2d9
 REPEATED = .1 # of a task's rows that may be reported ones
@@ -269,12 +274,13 @@ REPEATED = .1 # of a task's rows that may be reported ones
 def check_search(
     config: RunConfig, # resolved, with n_trials > 0
 ) -> None:
-    "`ValueError` where trials would be judged by local rows that the run reports."
+    "`ValueError` where trials would be judged by rows that the run reports."
     e, tried = config.evaluation, resolve(trial_parameters(config, {}))
-    if tried.source != "local": return
+    # of generated ones `resolve` has seen to it that the world is another
+    if tried.source == "mini": return
     # whatever is reported after a task and at the end
     caps = {e["max_eval_rows"], e["final_eval_rows"] or e["max_eval_rows"]}
-    reported = set().union(*_judged_rows(config, caps).values())
+    reported = set().union(*_judged_rows(config, caps, _repos(tried)).values())
     for name, rows in _judged_rows(tried, [e["max_eval_rows"]]).items():
         if (n := len(rows & reported)) <= REPEATED * len(rows): continue
         raise ValueError(
