@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.resources import files
 
 # %% ../../nbs/hest/01_presets.ipynb #c6cc2d1e
-TABS_RATIO = .6 # E_max over TABS' mean scope share, as the method was proposed
+TABS_RATIO = .6 # E_max over the scope share of a run of TABS, as the method was proposed
 
 @lru_cache
 def _shipped(scope):

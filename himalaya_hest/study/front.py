@@ -83,7 +83,7 @@ def _told(difference, low, high): # as a cell: the difference, its interval, and
     return "{}: {} [{}, {}]".format(_how(low, high).removesuffix(" from"), *shown)
 
 def _share(part): # of bytes
-    return f"1/{1 / part:.0f}" if part < .3 else f"{part:.2f} ×"
+    return f"{part:.2g} ×"
 
 # %% ../../nbs/study/16_front.ipynb #b27efc6c
 def equal_runs(
@@ -116,7 +116,7 @@ def beside_table(
 ) -> Table:
     "HIMALAYA beside each bank, and at equal bytes beside the bank that has them."
     lines, against = main_lines(records), paired_lines(records)
-    columns = ["HIMALAYA beside", "its share of the bank's bytes, d = 4096", "as trained",
+    columns = ["HIMALAYA beside", "its bytes over the bank's, d = 4096", "as trained",
                "score over the stream", "at the end, by rows", "at the end, over orders"]
     def row(name, shares, of):
         return [name, *map(_share, shares),

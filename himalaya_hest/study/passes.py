@@ -74,7 +74,7 @@ def passes_overview(
         of_arms = [_span(arms[w]["token_time"]) if w in arms else "–" for w in _ARMS]
         return [name, arms["passes"]["rows"], of["seeds"], round(of["prompt_tokens"]), *of_arms,
                 _of_own(arms["passes"]), arms["passes"]["same"]]
-    return Table("A token's time over plain generation's",
+    return Table("A token's time over plain generation's (passes, int8: of the first prompts alone)",
                  ["task", "prompts", "seeds", "tokens of a prompt", *_ARMS.values(),
                   "passes, of Transformers'", "same text"],
                  [row(*x) for record in records for x in record["tasks"].items()])
@@ -98,7 +98,7 @@ def lossy_table(
                   "same text", "like plain's", "score less plain's"], rows)
 
 # %% ../../nbs/study/22_passes.ipynb #7146673f
-def _word(r): return "earned" if r["high"] < 1 else "lost" if r["low"] > 1 else "no difference shown"
+def _word(r): return "faster" if r["high"] < 1 else "slower" if r["low"] > 1 else "no difference shown"
 
 def passes_verdict(
     record: dict, # of `bench/passes.py`
@@ -150,4 +150,4 @@ def texts_told(
     differ, near = (sum(g[k] for g in gaps) for k in ("differ", "within_one"))
     return (f"Of {rows} texts of *{name}* {differ} differ from plain generation's; at the first difference the "
             f"two logits lie within one spacing of {record['dtype']} at that size in {near}, and "
-            f"within {max(g['most'] for g in gaps):.1f} in all.")
+            f"within {max(g['most'] for g in gaps):.1f} spacings in all.")

@@ -56,7 +56,7 @@ def said(f, n, found, here, *told, unit="") -> Finding: # the same
 _SAVINGS = dict(
     score="ROUGE-L equal to TABS'",
     scope="at least 40 % less of the directions' energy than TABS (a setting: the budget is .6 "
-    "of TABS' mean)",
+    "of what a run of TABS spends)",
     whole="at least 40 % less energy of the whole forward pass than TABS",
 )
 
