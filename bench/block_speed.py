@@ -109,7 +109,7 @@ def random_mask(model, share): # of int8
 def depth_of(n_layers): return max(1, round(.4 * (n_layers - 1))) # blocks that are off
 
 
-def variants(model, few=False):
+def variants(model):
     "{name: Variant}"
     hest = lambda m, hardening="argmax", **kw: attached(
         m, HestConfig(task_type="CAUSAL_LM", scope="blocks", hardening=hardening,

@@ -20,8 +20,6 @@ import sys
 from pathlib import Path
 
 from himalaya_hest.jobs.grid import main
-# which tests read grid files with
-from himalaya_hest.jobs.grid_runs import combinations, load_grid
 from himalaya_hest.measures.records import pack_folder
 
 if __name__ == "__main__":

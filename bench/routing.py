@@ -23,7 +23,6 @@ nearest by the sum of both distances and is not what the router does.
         --out records/bench/routing_keys.json
 """
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from time import process_time

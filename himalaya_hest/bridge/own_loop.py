@@ -9,7 +9,6 @@ __all__ = ['hooks_of', 'tasks_begun', 'next_index', 'share_of', 'Driven', 'one_t
 import contextlib
 import weakref
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from fastcore.basics import patch

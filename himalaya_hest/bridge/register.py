@@ -16,7 +16,7 @@ import peft
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils.peft_types import PeftType
-from torch import Tensor, nn
+from torch import nn
 
 # %% ../../nbs/bridge/01_register.ipynb #96bc0e67
 def add_peft_type(

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['KWARG', 'CallVariable', 'Routing', 'TokenRouting', 'RoutedLayer', 'call_context', 'PromptModel',
            'refuse_trained_table', 'RoutedModel', 'before_forward', 'after_forward', 'receive', 'routed_again',
-           'routing_of', 'whole_prompt', 'routed_now', 'summaries', 'beside', 'tokenised', 'batch_loss',
-           'sampled_batch_loss', 'batch_contexts']
+           'routing_of', 'whole_prompt', 'routed_now', 'summaries', 'beside', 'tokenised', 'batch_contexts']
 
 # %% ../../nbs/bridge/10_routed.ipynb #4d0d28b9
 import contextlib
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from ..ground.hooks import StreamHooks
 from ..ground.linalg import full_precision
 from ..ground.quiet import waiting
-from ..ground.loss import sampled_label_loss, target_logits, target_loss
 from .prompt import (
     Call, generic_rows, masked_mean, measure_prompts, prompt_of, rarity, refuse_packed)
 from .routed_core import NO_TASK, RoutedCore, begun_of, guarded
@@ -362,8 +360,6 @@ def set_instruction(self: RoutedModel, instruction: str | list[int] | None, toke
     self.__dict__["_instruction"] = None if instruction is None else torch.tensor(instruction)
 
 # %% ../../nbs/bridge/10_routed.ipynb #cb1c8960
-_MODEL_KEYS = ("input_ids", "attention_mask")
-
 def _to_device(tuner, batch):
     device = tuner.model.get_input_embeddings().weight.device
     return {k: v.to(device) for k, v in batch.items() if torch.is_tensor(v)}
@@ -372,20 +368,6 @@ def _spans(batch):
     "The prompt and the instruction of a batch."
     call = Call(batch.get("prompt_mask"), batch.get("instruction_mask"))
     return prompt_of(call, batch["attention_mask"].bool(), batch.get("labels"))
-
-def batch_loss(tuner, batch, generator=None) -> Tensor: # scalar
-    """Mean loss of a batch in the model's present mode; with a generator the sum over labels drawn from the
-    model itself."""
-    batch = _to_device(tuner, batch)
-    prompt, instruction = _spans(batch)
-    with tuner._enable_peft_forward_hooks(prompt_mask=prompt, instruction_mask=instruction):
-        inputs = {k: batch[k] for k in _MODEL_KEYS}
-        logits, targets = target_logits(tuner.model, batch["labels"], **inputs, use_cache=False)
-        return target_loss(logits, targets) if generator is None else sampled_label_loss(logits, generator)
-
-def sampled_batch_loss(tuner, seed, batch) -> Tensor: # scalar
-    "Summed loss of a batch over labels drawn from the model itself."
-    return batch_loss(tuner, batch, torch.Generator().manual_seed(seed))
 
 # %% ../../nbs/bridge/10_routed.ipynb #3fac9d6d
 def batch_contexts(tuner, name, batch) -> tuple[Tensor, Tensor]: # each (b, d); (4 b, d) where tokens are routed

@@ -10,7 +10,6 @@ __all__ = ['WIDE', 'EQUAL', 'method_of', 'short_name', 'told_apart', 'pair_of', 
 import json
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 

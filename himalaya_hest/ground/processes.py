@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NEEDED', 'num_processes', 'process_index', 'is_main_process', 'as_only_process', 'summed', 'largest', 'gathered',
-           'bytes_from_main', 'from_main', 'tensors_from_main', 'main_first', 'MainStopped', 'Leading', 'followed',
-           'on_main', 'differing', 'start_processes', 'with_processes', 'ProcessesDiffer', 'check_same']
+           'bytes_from_main', 'tensors_from_main', 'main_first', 'MainStopped', 'Leading', 'followed', 'on_main',
+           'differing', 'start_processes', 'with_processes', 'ProcessesDiffer', 'check_same']
 
 # %% ../../nbs/ground/08_processes.ipynb #ebcbae94
 import contextlib
@@ -103,20 +103,6 @@ def bytes_from_main(
     )
     if int(size): dist.broadcast(out, 0)
     return bytes(out.numpy())
-
-# %% ../../nbs/ground/08_processes.ipynb #4c8840d2
-def from_main(
-    tensor: Tensor, # of the first process; elsewhere any of the same dtype
-) -> Tensor:
-    "The first process' tensor, whatever its shape."
-    if num_processes() == 1: return tensor
-    shape = json.loads(bytes_from_main(json.dumps(list(tensor.shape)).encode()))
-    out = (
-        tensor.detach().contiguous().clone() if is_main_process()
-        else torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    )
-    dist.broadcast(out, 0)
-    return out
 
 # %% ../../nbs/ground/08_processes.ipynb #7354fad7
 def tensors_from_main(

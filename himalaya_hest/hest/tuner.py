@@ -8,7 +8,6 @@ __all__ = ['CHOICES', 'HestConfig', 'check_hest', 'fill_in', 'check_choices', 'b
 
 # %% ../../nbs/hest/16_tuner.ipynb #ebf8722a
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Optional, Union
 
 from fastcore.basics import patch
@@ -21,7 +20,7 @@ from torch import nn
 from ..bridge.register import add_peft_type, register_peft_method
 from .bucket import CAPACITY
 from .presets import (
-    ANNEAL_SHARE, BY_SCOPE, DUAL_RATE, FIRST_BLOCK, PRESETS, tabs_e_max)
+    BY_SCOPE, FIRST_BLOCK, PRESETS, tabs_e_max)
 from .budget import INITIAL_PRICE, Budget
 from .controller import (
     FACTORS, FactorisedController, UnfactorisedController)

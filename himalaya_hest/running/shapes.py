@@ -105,7 +105,6 @@ class Shape:
     head: int # H, weights of the head
     n_linear: int # linear layers but the head
     parameters: int # all, tied ones once
-    linear_inputs: tuple # widths read by the linear layers that are counted in `matrices`
     published: str = "" # type of a number in its files; empty: not known
     heads: int = 0 # of attention
 
@@ -147,7 +146,6 @@ def shape_of(
         head=head.weight.numel(),
         n_linear=len(linear),
         parameters=sum(p.numel() for p in model.parameters()),
-        linear_inputs=tuple(m.in_features for m in linear),
         published=published_dtype(c),
         heads=heads,
     )

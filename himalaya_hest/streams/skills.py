@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SKILLS', 'skill', 'joined', 'translate', 'choose_sentence', 'shorten', 'echo', 'look_up', 'look_up_or_missing',
            'around', 'compare', 'check_claim', 'check_reply', 'mood', 'field', 'kind', 'asked', 'entities', 'as_signs',
-           'step', 'generic_example', 'generic_text', 'answer_marks', 'is_novel']
+           'step', 'generic_example', 'generic_text', 'answer_marks']
 
 # %% ../../nbs/streams/14_skills.ipynb #007a92ad
 from himalaya_hest.streams.mini_world import (
@@ -227,14 +227,3 @@ def answer_marks(
     if task.labels: return set(task.labels)
     examples = [task.format(r) for r in rows]
     return set.intersection(*(set(e.target.split()) - set(e.prompt.split()) for e in examples))
-
-# %% ../../nbs/streams/14_skills.ipynb #56121d94
-def is_novel(
-    task, # a Task of the mini world
-    rows: list, # its rows
-    text: str, # generic text, words separated by blanks or line ends
-) -> bool:
-    "Whether a task has marks and none of them stands in the text."
-    blank = f" {' '.join(text.split())} "
-    marks = answer_marks(task, rows)
-    return bool(marks) and not any(f" {m} " in blank for m in marks)

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from ..compare.pairs import by_pair, method_of, pair_of
-from ..measures.records import read_grid, records_of
+from ..measures.records import records_of
 from ..compare.standings import MAIN_PAIRS
 from ..measures.made_up_records import made_up_record
 from ..measures.statistics import bca_interval, sign_flip_p
