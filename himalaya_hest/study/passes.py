@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from ..ground.table import Table
+from ..measures.statistics import with_interval
 
 # %% ../../nbs/study/22_passes.ipynb #dbc4554b
 def passes_records(
@@ -26,26 +27,22 @@ _TIMES = ["by", "prompts", "a token's time", "decoding's", "of the rule's", "of 
           "of Transformers'", "an answer's", "p50, p95, p99 s", "tokens a pass"]
 _TEXTS = ["by", "prompts", "same text", "score", "less plain's", "nats more", "s for a right one"]
 
-def _span(r, middle="median", form=".2f"): # a figure with its interval, where there is one
-    of = [format(r[k], form) if r[k] is not None else "–" for k in (middle, "low", "high")]
-    return f"{of[0]} [{of[1]}, {of[2]}]" if "–" not in of else of[0]
-
 def _of_lookup(r): # in older records of a whole answer
-    return _span(r.get("token_against_lookup") or r["against_lookup"])
+    return with_interval(r.get("token_against_lookup") or r["against_lookup"])
 
 def _of_own(r): # plain generation as Transformers attends by itself; older records are of that alone
-    return _span(of) if (of := r.get("token_against_ungrouped")) else "–"
+    return with_interval(of) if (of := r.get("token_against_ungrouped")) else "–"
 
 # %% ../../nbs/study/22_passes.ipynb #af933f62
 def _times(name, r):
     passes, seconds = r.get("passes"), ", ".join(f"{s:.2f}" for s in r["percentiles_s"].values())
-    return [name, r["rows"], _span(r["token_time"]), (r["decode_time"] or {}).get("median"),
-            _span(r["token_against_rule"]), _of_lookup(r), _of_own(r),
+    return [name, r["rows"], with_interval(r["token_time"]), (r["decode_time"] or {}).get("median"),
+            with_interval(r["token_against_rule"]), _of_lookup(r), _of_own(r),
             r["time"]["median"], seconds, r["tokens"] / passes if passes else None]
 
 def _texts(name, r, metric):
-    return [name, r["rows"], r["same"], r["score"], _span(r["less_plain"], "mean", "+.3f"),
-            _span(r["nll_less_plain"], "mean", "+.3f"),
+    return [name, r["rows"], r["same"], r["score"], with_interval(r["less_plain"], "+.3f"),
+            with_interval(r["nll_less_plain"], "+.3f"),
             r["s_per_right"] if metric in RIGHT_OR_WRONG else None]
 
 # %% ../../nbs/study/22_passes.ipynb #8e6d20fa
@@ -71,7 +68,7 @@ def passes_overview(
     "A token's time over plain generation's by the main arms, on every task."
     def row(name, of):
         arms = of["arms"]
-        of_arms = [_span(arms[w]["token_time"]) if w in arms else "–" for w in _ARMS]
+        of_arms = [with_interval(arms[w]["token_time"]) if w in arms else "–" for w in _ARMS]
         return [name, arms["passes"]["rows"], of["seeds"], round(of["prompt_tokens"]), *of_arms,
                 _of_own(arms["passes"]), arms["passes"]["same"]]
     return Table("A token's time over plain generation's (passes, int8: of the first prompts alone)",
@@ -91,8 +88,8 @@ def lossy_table(
         ε = name.rsplit(" ", 1)[1]
         learned = [costs[ε] for costs in of["cost_by_leniency"]]
         rows.append([ε, r["rows"], sum(learned) / len(learned), min(learned), max(learned),
-                     r["spent"] / r["plain"], _span(r["token_time"]), r["same"], r["to_plain"],
-                     _span(r["less_plain"], "mean", "+.3f")])
+                     r["spent"] / r["plain"], with_interval(r["token_time"]), r["same"], r["to_plain"],
+                     with_interval(r["less_plain"], "+.3f")])
     return Table(f"{task}, where the text may be another",
                  ["ε", "prompts", "learned cost", "least", "most", "cost", "a token's time",
                   "same text", "like plain's", "score less plain's"], rows)
@@ -106,8 +103,8 @@ def passes_verdict(
     "The controller's time beside that of the best fixed rule."
     def told(name, arm):
         r, decoding = arm["token_against_rule"], arm["decode_against_rule"]
-        alone = f", decoding alone {_span(decoding)}" if decoding else ""
-        return f"{_span(r)} on {name} ({_word(r)}{alone})"
+        alone = f", decoding alone {with_interval(decoding)}" if decoding else ""
+        return f"{with_interval(r)} on {name} ({_word(r)}{alone})"
     found = "; ".join(told(n, of["arms"]["passes"]) for n, of in record["tasks"].items())
     return (f"On {record['model']} in {record['dtype']} a token takes, of the measured time of the "
             f"best fixed rule, {found}.")
@@ -129,7 +126,7 @@ def target_told(
 ) -> str: # a sentence
     "Whole answers by `passes` beside what was aimed at."
     def told(found, most):
-        return "; ".join(f"{_span(r)} on {n} ({target_word(r, most)})" for n, r in found.items())
+        return "; ".join(f"{with_interval(r)} on {n} ({target_word(r, most)})" for n, r in found.items())
     arms = {n: of["arms"] for n, of in record["tasks"].items()}
     plain = {n: of["passes"]["time"] for n, of in arms.items()}
     int8 = {n: r["against_int8"] for n, of in arms.items()

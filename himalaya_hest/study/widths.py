@@ -7,6 +7,7 @@ __all__ = ['MIXES', 'width_table', 'widths_told']
 
 # %% ../../nbs/study/14_widths.ipynb #015530ba
 from ..ground.table import Table
+from ..measures.statistics import with_interval
 from .energy_evidence import HOLDS, LESS, ruled
 
 # %% ../../nbs/study/14_widths.ipynb #b451b149
@@ -20,8 +21,6 @@ def _setting(row):
     )
 
 # %% ../../nbs/study/14_widths.ipynb #3f18b107
-def _shown(x): return f"{x['median']:.2f} [{x['low']:.2f}, {x['high']:.2f}]"
-
 def width_table(
     record: dict, # of bench/block_speed.py
     variants: tuple = MIXES,
@@ -32,7 +31,7 @@ def width_table(
     there, rows = [v for v in variants if v in measured], []
     for r in record["rows"]:
         of = {v["variant"]: v for v in r["variants"]}
-        mixes = [_shown(of[v]["of_int8"]) if v in of else None for v in there]
+        mixes = [with_interval(of[v]["of_int8"]) if v in of else None for v in there]
         # the median of uniform int8 over fp32 first: what a mix is held against
         rows.append([_setting(r), r["rounds"], of["int8"]["of_fp32"]["median"], *mixes])
     return Table(
