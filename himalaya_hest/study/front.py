@@ -116,7 +116,7 @@ def beside_table(
 ) -> Table:
     "HIMALAYA beside each bank, and at equal bytes beside the bank that has them."
     lines, against = main_lines(records), paired_lines(records)
-    columns = ["HIMALAYA beside", "its bytes over the bank's, d = 4096", "as trained",
+    columns = ["HIMALAYA beside", "its bytes over the bank's, d = 4096", "at the trained width",
                "score over the stream", "at the end, by rows", "at the end, over orders"]
     def row(name, shares, of):
         return [name, *map(_share, shares),
