@@ -6,8 +6,6 @@
 __all__ = ['ITSELF', 'KEPT', 'at_large_scale', 'expected_bytes', 'storage', 'latency', 'kept_of_data', 'privacy']
 
 # %% ../../nbs/study/06_footprint.ipynb #07761385
-import functools
-
 import numpy as np
 
 from ..compare.large import large_adapter
@@ -20,7 +18,6 @@ from himalaya_hest.study.findings import (
 # %% ../../nbs/study/06_footprint.ipynb #339b0db5
 ITSELF = "python -m himalaya_hest.study.claims records"
 
-@functools.cache
 def at_large_scale(): # registry.Adapter on meta tensors
     "HIMALAYA on a Llama-2-7B by its shapes."
     return large_adapter(dict(config=dict(adapter="himalaya", preset="default", seed=0)))
