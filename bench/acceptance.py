@@ -51,7 +51,7 @@ def begun(a, folder):
 
 def answers_of(model, tokenizer, prompts, n):
     "Greedy answers to rows, that end where the tokenizer's texts do."
-    ids = [torch.tensor([row["input_ids"]]) for row in prompts]
+    ids = [torch.tensor([row["input_ids"]], device=model.device) for row in prompts]
     return own_answers(model, ids, n, eos_token_id=stop_ids(tokenizer))
 
 

@@ -11,31 +11,32 @@ CPU), medians, and the median of ratios to a pass over one token with the 95 % i
 bootstrap over rounds. Where there is a counter of energy, Joules of passes over 1 and over 5
 tokens, in windows of 5 s and more in turns.
 
-Answers are greedy ones to the first --prompts validation articles of cnn_dailymail in the folder,
-the rows of passes.py: plain generation, Transformers' prompt lookup and `fewer_passes` with the
-controller that ships and costs measured on this device, in random order at each prompt, over plain
-generation's time of the same prompt; `same` is the share of equal texts. Joules are of all prompts,
-an arm a window.
+Answers are those of passes.py to the first --prompts validation articles of cnn_dailymail in the
+folder, on the bare backbone: its arms but for those in eight bits, whose products are a CPU's, with
+costs, rules and a controller that are found on this device. Joules are of plain generation, lookup,
+the rule and the controller, all prompts a window.
 """
 import argparse
-import contextlib
 import random
 import re
 import tempfile
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from acceptance import begun
 from gpu_blocks import BACKBONES, MadeTrace, TINY
-from passes import asked_of
+from passes import (
+    asked_of, fitted, INT8, INT8_PASSES, LOOKUP, measured, PASSES, PLAIN, references, RULE, summary,
+    timed, ways_of)
 from transformers import Qwen2Config
 
 from himalaya_hest.ground.clock import clock_of
+from himalaya_hest.hest.drafts import learn_table
 from himalaya_hest.hest.pass_budget import pass_costs
-from himalaya_hest.hest.passes import fewer_passes
 from himalaya_hest.measures.energy import find_meter, measure_interleaved
-from himalaya_hest.streams.batching import stop_ids
 from himalaya_hest.workshop.measuring import (
     called, circumstances, random_backbone, ratio, write_record)
 
@@ -43,7 +44,7 @@ SHAPES = {"qwen2.5-0.5b": lambda: Qwen2Config(hidden_size=896, intermediate_size
         num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936,
         tie_word_embeddings=True), "qwen2.5-7b": BACKBONES["qwen2.5-7b"]}
 WIDEST = 8 # tokens of a pass
-PLAIN, LOOKUP, PASSES = "plain", "prompt_lookup_num_tokens", "passes"
+TASK = "cnn_dailymail"
 
 
 def told_joules(meter, works, a):
@@ -76,34 +77,31 @@ def passes(model, context, meter, a):
 
 
 def answers(meter, a):
-    "Time, text and Joules of the three ways."
-    given = [f"model={a.model}", "source=local", f"data_dir={a.data}", "dtype=bfloat16"]
-    asked = argparse.Namespace(stream="local25", tasks=["cnn_dailymail"], parameters=given)
+    "The study's arms on articles, and Joules of those that are measured on all rows there."
+    given = [f"model={a.model}", "source=local", f"data_dir={a.data}", "dtype=bfloat16",
+        "training.max_length=928"]
+    asked = argparse.Namespace(stream="local25", tasks=[TASK], parameters=given, seeds=1, steps=0,
+        batch=4, answers=24, prompts=a.prompts, few=a.prompts, new_tokens=a.new_tokens)
     with tempfile.TemporaryDirectory() as folder:
         run, model = begun(asked, folder)
-        rows = asked_of(run, "cnn_dailymail").prompts[:a.prompts]
-        prompts = [torch.tensor([r["input_ids"]], device=a.device) for r in rows]
-    model = model.to(a.device)
-    costs, ends = pass_costs(model), stop_ids(run.tokenizer)
-    clock, dice = clock_of(a.device), random.Random(0)
-    def answer(way, ids):
-        more = dict(prompt_lookup_num_tokens=4) if way == LOOKUP else {}
-        with fewer_passes(model, costs=costs) if way == PASSES else contextlib.nullcontext():
-            return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids),
-                do_sample=False, max_new_tokens=a.new_tokens, pad_token_id=0, eos_token_id=ends,
-                **more)[0]
-    ways = PLAIN, LOOKUP, PASSES
-    times, texts = ({w: [] for w in ways} for _ in range(2))
-    for k, ids in enumerate([prompts[0], *prompts]):
-        for w in dice.sample(ways, len(ways)):
-            start = clock()
-            text = answer(w, ids).tolist()
-            # the first prompt is answered once before it counts
-            if k: times[w].append(clock() - start), texts[w].append(text)
-    joules = told_joules(meter, {w: lambda w=w: [answer(w, p) for p in prompts] for w in ways}, a)
-    return dict(prompts=len(prompts), costs=costs.passes, joules=joules, ways={w: dict(
-        s=float(np.median(times[w])), of_plain=ratio(times[w], times[PLAIN]),
-        same=float(np.mean([x == y for x, y in zip(texts[w], texts[PLAIN])]))) for w in ways})
+        model, place = model.to(a.device), Path(folder)/f"{TASK}-s0"
+        place.mkdir()
+        costs, table = pass_costs(model), learn_table(references(run.data[TASK]))
+        kept = fitted(asked, run, model, TASK, 0, table, costs, place)
+        ways = {w: way for w, way in ways_of(table, None, costs, costs, kept).items()
+                if w not in (INT8, INT8_PASSES)} # their products are a CPU's
+        measured(asked, run, model, (TASK, 0), ways, (None, None), place/"rows.jsonl")
+        of = summary(asked, run, Path(folder))
+        given = asked_of(run, TASK)
+        prompts = [torch.tensor([r["input_ids"]], device=a.device)
+                   for r in given.prompts[:a.prompts]]
+        n = min(a.new_tokens, given.max_new_tokens)
+        def all_by(way):
+            for ids in prompts: timed(model, ids, n, run.tokenizer, given.stop, way)
+        works = {w: partial(all_by, ways[w]) for w in (PLAIN, LOOKUP, RULE, PASSES)}
+        joules = told_joules(meter, works, a)
+    return dict(model=Path(a.model).name, dtype="bfloat16", pass_costs=asdict(costs), tasks=of,
+                joules=joules)
 
 
 def arguments():
@@ -147,7 +145,6 @@ def main():
         write_record(out, record)
     if a.model:
         record["answers"] = answers(meter, a)
-        print(record["answers"]["ways"])
         write_record(out, record)
 
 

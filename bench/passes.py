@@ -46,7 +46,6 @@ import random
 import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
-from time import process_time
 
 import numpy as np
 import torch
@@ -55,6 +54,7 @@ from peft import get_peft_model, PeftModel
 from safetensors.torch import load_file, save_file
 from shallow_prompt import learn, losses, own_loss, trained
 
+from himalaya_hest.ground.clock import clock_of
 from himalaya_hest.ground.loss import target_logits, target_loss
 from himalaya_hest.hest.acceptance import (
     Acceptance, acceptance_of, chosen_draft, learn_acceptance, n_standing)
@@ -247,7 +247,7 @@ def fitted(a, run, model, name, seed, table, costs, place):
         # the table holds references, and no answer of the model
         by = {kind: {k: replayed(answers, table, kind, k, costs) if answers else 1. for k in WIDTHS}
               for kind in RULES.values()}
-        ids = [torch.tensor([row["input_ids"]]) for row in rows]
+        ids = [torch.tensor([row["input_ids"]], device=model.device) for row in rows]
         leniency = learn_leniency(model, ids, n, tuple(LOSSY.values()), table=table,
                                   costs=costs, acceptance=controller)
         state = {n: w.tolist() for n, w in controller.state_dict().items()} if controller else None
@@ -295,21 +295,21 @@ def held_so(model, name, mask, hest):
 
 
 def timed(model, ids, n, tokenizer, stop, way):
-    """Process time of an answer and of its prompt's pass, its tokens, and what was drafted. Without
-    `stop` nothing ends it."""
-    read = [] # when passes ended
+    """Time of an answer and of its prompt's pass (`clock_of`), its tokens, and what was drafted.
+    Without `stop` nothing ends it."""
+    read, clock = [], clock_of(ids.device) # when the first pass ended
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    hook = inner.register_forward_hook(lambda *a: read.append(process_time()))
+    hook = inner.register_forward_hook(lambda *a: None if read else read.append(clock()))
     kw = dict(prompt_lookup_num_tokens=way) if isinstance(way, int) else {}
     if stop: kw |= dict(eos_token_id=stop_ids(tokenizer),
         stopping_criteria=stopping(dict(stop=stop, input_ids=ids), tokenizer) or None)
     else: kw["eos_token_id"] = len(tokenizer) # no token
     drafting = isinstance(way, dict)
     with fewer_passes(model, **way) if drafting else contextlib.nullcontext(Drafted()) as counted:
-        start = process_time()
+        start = clock()
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
             max_new_tokens=n, pad_token_id=0, **kw)
-        took = process_time() - start
+        took = clock() - start
     hook.remove()
     return took, read[0] - start, out[0, ids.shape[1]:].tolist(), asdict(counted)
 
@@ -317,7 +317,7 @@ def timed(model, ids, n, tokenizer, stop, way):
 @torch.no_grad()
 def judged(model, prompt, text, plain):
     "What the model thinks of a text: nats a token, and how it leaves the plain one."
-    ids = torch.tensor([prompt + text])
+    ids = torch.tensor([prompt + text], device=model.device)
     logits = model(input_ids=ids).logits[0, len(prompt) - 1:-1].float()
     nll = float(torch.nn.functional.cross_entropy(logits, ids[0, len(prompt):]))
     i = next((i for i, (x, y) in enumerate(zip(text, plain)) if x != y), None)
@@ -354,7 +354,7 @@ def measured(a, run, model, part, ways, others, file):
         for w in dice.sample(arms, len(arms)):
             with held_so(model, w, *others) as held:
                 found[w] = dict(zip(("s", "prompt_s", "text", "told"), timed(held,
-                    torch.tensor([prompt]), *(endless if w == NO_END else capped), ways[w])))
+                    torch.tensor([prompt], device=held.device), *(endless if w == NO_END else capped), ways[w])))
         # nothing is counted at the first prompt of a process
         if first: continue
         # what comes behind the end is paid, and no answer
