@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ground.hooks import StreamHooks
+from ..ground.linalg import types_kept
 
 log = logging.getLogger("himalaya_hest")
 
@@ -28,8 +29,7 @@ class RoutedCore(nn.Module):
         return None if current is None else current >= 0
     def _apply(self, fn, recurse=True): # called by to, half, cuda
         "Types stay, since bytes, grids and statistics are read in theirs."
-        def moved(t): return new if (new := fn(t)).dtype == t.dtype else t.to(new.device)
-        return super()._apply(moved, recurse)
+        return super()._apply(types_kept(fn), recurse)
     def route(self,
         e: Tensor, # (b, d) mean embedding of the prompt; of each token (b, n, d) where `per_token`
         tau: Tensor, # (b, d) mean embedding of the instruction

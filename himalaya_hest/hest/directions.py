@@ -13,6 +13,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
+from ..ground.linalg import types_kept
 from .controller import rms_normed
 from .costs import DATASHEET_COST, check_costs, expected_cost
 from .gate_costs import GateCosts, direction_costs
@@ -171,6 +172,12 @@ def rounded(self: GatedDirections,
 def train(self: GatedDirections, mode: bool = True):
     self._kept = {}
     return nn.Module.train(self, mode)
+
+# %% ../../nbs/hest/07_directions.ipynb #67d12796
+@patch
+def _apply(self: GatedDirections, fn, recurse=True): # called by to, half, cuda
+    "Types stay: rows of zeros and multiply-adds have no place in float16."
+    return nn.Module._apply(self, types_kept(fn), recurse)
 
 # %% ../../nbs/hest/07_directions.ipynb #676c63e1
 @patch
