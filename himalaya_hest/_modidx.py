@@ -6481,6 +6481,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                         'himalaya_hest/trainer/rows.py'),
                                             'himalaya_hest.trainer.rows.chat_of': ( 'trainer/rows.html#chat_of',
                                                                                     'himalaya_hest/trainer/rows.py'),
+                                            'himalaya_hest.trainer.rows.check_ids': ( 'trainer/rows.html#check_ids',
+                                                                                      'himalaya_hest/trainer/rows.py'),
                                             'himalaya_hest.trainer.rows.checked_form': ( 'trainer/rows.html#checked_form',
                                                                                          'himalaya_hest/trainer/rows.py'),
                                             'himalaya_hest.trainer.rows.conversation': ( 'trainer/rows.html#conversation',

@@ -36,8 +36,9 @@ log = logging.getLogger("himalaya_hest")
 # %% ../../nbs/jobs/08_recording.ipynb #aeaf5841
 def _cut(run, d):
     "Labels of a task that an answer has no room for, each with the tokens that it lacks."
-    if d.task.metric != "label_accuracy": return {}
     labels, cap = d.evaluation.labels, d.evaluation.max_new_tokens
+    # a task need not name its labels: they are its rows' targets then, and told of as those are
+    if d.task.metric != "label_accuracy" or not labels: return {}
     rows = encode_all([Example(d.task.instruction, "", x, (x,), "") for x in labels],
                       run.tokenizer, run.max_length, cap)
     # where only answers are capped, no end token has to be learned within the cap

@@ -27,7 +27,8 @@ from .attached import adapter_of
 from .lesson import Lesson
 from .position import (
     Position, check_known, last_number, restore_position, task_mark)
-from .rows import TaskRows, chat_of, encode_rows, tell_cut_rows
+from .rows import (
+    TaskRows, chat_of, check_ids, encode_rows, tell_cut_rows)
 from .scores import (
     ContinualScores, answers_of, as_evaluation, check_stop, metric_of, scores_of)
 from .settings import (
@@ -132,10 +133,14 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
         raise ValueError(f"the name of a task is a text, got {name!r}")
     if name in trainer.tasks:
         raise ValueError(f"task {name!r} was learned already: a stream has each name once")
+    if not isinstance(instruction, str):
+        raise ValueError(f"the instruction of task {name!r} is {instruction!r}, expected a text; "
+                         "leave it out where there is none")
     # tokenised once, for training and for what is asked of them
     encoded = encode_rows(name, rows, trainer.processing_class, instruction,
                           trainer.max_length, max_new_tokens)
     check_stop(stop, encoded)
+    check_ids(encoded, trainer.model.get_input_embeddings().num_embeddings)
     tell_cut_rows(encoded)
     found, names = metric_of(encoded.answers)
     task = LearnedTask(
@@ -230,7 +235,9 @@ def evaluate(self: ContinualTrainer,
     """Score the learned tasks now. Raises ValueError for a task that was not learned, or where no
     rows are held back."""
     # what was not learned has neither an instruction nor a metric
-    given = dict(tasks or {})
+    if not isinstance(tasks, dict | None):
+        raise ValueError(f"evaluate got a {type(tasks).__name__}, expected a dictionary {{task: rows}}")
+    given = tasks or {}
     if strange := [n for n in given if n not in self.tasks]:
         raise ValueError(f"task {strange[0]!r} was not learned; learned: {', '.join(self.tasks) or 'none'}")
     asked, before = [], {}
@@ -256,6 +263,8 @@ def answer(self: ContinualTrainer,
 ) -> list[str]: # one a prompt
     "Answers to new prompts. `ValueError` for a task that was not learned, or was given as tokens."
     known = self.tasks.get(task)
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts is the text {prompts[:40]!r}, expected a list of texts: [text]")
     # tokens alone do not say how a text became them
     if known is None or known.form == "tokenised":
         why = "was not learned" if known is None else "was given as tokens, so nobody knows its texts"
