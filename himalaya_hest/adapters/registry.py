@@ -197,7 +197,7 @@ def load_adapter_tensors(
     tensors: dict[str, torch.Tensor], # as `adapter_tensors` named them
 ) -> None:
     """Copy values into the adapter in place, with room for as many tasks as they hold; `KeyError`
-    unless the names are exactly the adapter's own."""
+    unless the names are exactly the adapter's own, `ValueError` for other shapes."""
     make_room(adapter.model, tensors)
     own = adapter_tensors(adapter)
     if own.keys() != tensors.keys():
@@ -205,6 +205,11 @@ def load_adapter_tensors(
             f"adapter {adapter.name} has {len(own)} tensors, the state {len(tensors)}; they differ "
             f"in {sorted(own.keys() ^ tensors.keys())[:4]}"
         )
+    # a copy would spread a single row over many
+    if other := [n for n, t in own.items() if t.shape != tensors[n].shape]:
+        n, shapes = other[0], [tuple(d[other[0]].shape) for d in (own, tensors)]
+        raise ValueError(f"{n} of adapter {adapter.name} has the shape {shapes[0]}, and {shapes[1]} in the "
+                         "state: give the adapter the configuration that the state was made with")
     with torch.no_grad():
         for n, t in own.items(): t.copy_(tensors[n])
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LARGEST', 'MAX_NAMES', 'STEPS', 'MODULES', 'MAX_NAME', 'MAX_REPEATS', 'NAMES', 'COMPARED', 'MAX_LAYERS', 'MAX_STEPS',
-           'of_type', 'config_faults', 'excess_faults', 'size_of_numbers', 'name_faults', 'work_faults', 'fetch_faults',
-           'made_config']
+           'of_type', 'config_faults', 'check_values', 'excess_faults', 'size_of_numbers', 'name_faults', 'work_faults',
+           'fetch_faults', 'made_config']
 
 # %% ../../nbs/bridge/06_settings.ipynb #2ef34ddb
 import re
@@ -63,6 +63,19 @@ def config_faults(
         for n in values if n not in known]
     return wrong + [f"{n} is {short(v)}, expected {_name_of(hints[n])}"
                     for n, v in values.items() if n in known and not of_type(v, hints[n])]
+
+# %% ../../nbs/bridge/06_settings.ipynb #01a37da0
+def check_values(
+    config, # a dataclass; fields whose types are given as text are PEFT's
+) -> None:
+    "`ValueError` naming the first field with a value of another type, and a seed below 0."
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(f.type, str) or re.search(r"list|set|tuple|dict", str(f.type)): continue
+        if not of_type(value, f.type):
+            raise ValueError(f"{f.name} is {short(value)}, expected {_name_of(f.type)}")
+        if f.name == "seed" and value < 0:
+            raise ValueError(f"seed is {value}, expected a whole number from 0 on")
 
 # %% ../../nbs/bridge/06_settings.ipynb #1d39fd1a
 # counts of steps, which take no memory; and modules that are made one by one

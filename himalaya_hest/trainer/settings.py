@@ -61,6 +61,10 @@ def check_arguments(
         if getattr(args, name, None) not in (usual.get(name), None, False, ""):
             raise ValueError(f"TrainingArguments({name}={getattr(args, name)!r}) has no effect on "
                              f"a stream of tasks: {instead}")
+    # a command line says yes in words; a path is another place than output_dir
+    if (where := args.resume_from_checkpoint) and str(where).lower() not in ("true", "yes", "1"):
+        raise ValueError(f"TrainingArguments(resume_from_checkpoint={where!r}): a stream goes on from its "
+                         "own output_dir: give that, and resume_from_checkpoint=True")
     # rows are shuffled; those of one length stand together only where that is asked
     order = getattr(args, "train_sampling_strategy", "random")
     if order not in ("random", "group_by_length"):
