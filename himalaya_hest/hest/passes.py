@@ -211,6 +211,9 @@ def check_drafting(inner, table) -> None:
     if "_get_candidate_generator" in vars(inner):
         raise ValueError("fewer_passes is open for this model already: one block at a time, and calls "
                          "of several threads may share it")
+    if not isinstance(table, AnswerTable | None):
+        raise ValueError(f"table is {table!r:.60}, expected an AnswerTable: learn_table(answers), or "
+                         "load_table(file)")
     size = inner.get_input_embeddings().num_embeddings
     if table and int(table.following.max()) >= size:
         raise ValueError(f"the table has token id {int(table.following.max())}, and the model knows "
