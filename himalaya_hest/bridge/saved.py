@@ -28,7 +28,8 @@ from torch import nn
 from .facts import keep_facts, recall_facts
 from .header import (
     backbone_facts, check_record, known_class, read_json, read_record, read_tensors, write_record)
-from .settings import LARGEST, made_config
+from .settings import made_config
+from ..ground.field_types import LARGEST
 from himalaya_hest.bridge.tensors import (
     content_faults, count_faults, expected_tensors, index_faults, number_faults, shape_faults,
     size_faults)

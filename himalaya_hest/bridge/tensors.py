@@ -19,7 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..ground.rows import RowStack
-from .settings import LARGEST
+from ..ground.field_types import LARGEST
 
 # %% ../../nbs/bridge/07_tensors.ipynb #53d858c5
 def skeleton(

@@ -175,7 +175,7 @@ def learn(self: ContinualTrainer,
     if eval_rows is not None: task.held_back = _hold_back(self, task, eval_rows)
     place, state = len(self.tasks), None
     training = training_of(self.args, self.own, self.steps_of(rows), num_processes())
-    mark = task_mark(name, rows.rows, training)
+    mark = task_mark(name, rows.rows, training, self.model.active_peft_config)
     self.tasks[name] = task
     # what the checkpoint has finished is passed over
     if place < len(self.position.learned):

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from ..bridge.header import KEY, read_tensors, write_record
 from ..bridge.saved import load_adapter
-from ..bridge.settings import LARGEST
+from ..ground.field_types import LARGEST
 from ..bridge.shell import tiny_backbone
 from .family import attached, drive, prompts_of
 
