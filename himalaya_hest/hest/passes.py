@@ -237,8 +237,11 @@ def leniency_for(
 ) -> float: # ε
     """The strictest ε with which a budget is kept in the mean, between two known ones on the straight
     line. `ValueError` below 1 where nothing is known, or where no ε is enough."""
+    if not isinstance(lossy, dict | None):
+        raise ValueError(f"lossy is {lossy!r:.60}, and no costs of leniency: give "
+                         "lossy=learn_leniency(model, prompts)")
     if energy_budget >= 1: return 1.
-    if not isinstance(lossy, dict) or not lossy:
+    if not lossy:
         raise ValueError(
             f"energy_budget {energy_budget} is below 1, and no answer that nobody guesses can be said "
             "for less: give lossy=learn_leniency(model, prompts), and drafts that the model finds "
