@@ -237,3 +237,10 @@ def _check_splits(task, where):
             f"{where}, key 'splits': '{missing[0]}' is missing; "
             f"write, for example, {{train: train, validation: test}}"
         )
+    # slices that share a row of a long split share one of its first
+    (a, learned), (b, scored) = (split_rows(task.splits[r], 10_000) for r in SPLITS[:2])
+    if a == b and {*learned} & {*scored}:
+        raise ValueError(
+            f"{where}, key 'splits': train and validation share rows of {a!r}, which would be learned "
+            f"and scored; write, for example, {{train: '{a}[:90%]', validation: '{a}[90%:]'}}"
+        )
