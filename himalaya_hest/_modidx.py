@@ -5920,8 +5920,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                      'himalaya_hest/study/curves.py'),
                                             'himalaya_hest.study.curves._draw_sizes': ( 'study/curves.html#_draw_sizes',
                                                                                         'himalaya_hest/study/curves.py'),
-                                            'himalaya_hest.study.curves._large_mb': ( 'study/curves.html#_large_mb',
-                                                                                      'himalaya_hest/study/curves.py'),
                                             'himalaya_hest.study.curves._looks': ( 'study/curves.html#_looks',
                                                                                    'himalaya_hest/study/curves.py'),
                                             'himalaya_hest.study.curves._mean': ( 'study/curves.html#_mean',

@@ -14,8 +14,8 @@ import numpy as np
 
 from ..running.scales import evaluation_schedule
 from ..measures.continual import continual_summary, evaluated_rows
-from ..compare.large import large_bytes
 from ..compare.pairs import method_of, short_name
+from ..compare.standings import large_mb
 from ..ground.table import Table
 from ..measures.record_tables import same_world, score_array
 from himalaya_hest.compare.charts import (
@@ -63,16 +63,12 @@ METRICS = {
     "just learned": "just_learned_accuracy", "forgotten": "average_forgetting",
 }
 
-def _large_mb(record): # None: an adapter of another version, whose shapes are not known here
-    try: return large_bytes(record) / 1e6
-    except ValueError: return None
-
 def _point(record, n):
     short = stopped_after(record, n)
     mini = short["kept_bytes"][-1] if short["kept_bytes"] else None
     return {k: short["summary"][v] for k, v in METRICS.items()} | {
         "MB mini": None if mini is None else mini / 1e6,
-        "MB large": _large_mb(short),
+        "MB large": large_mb({n: short}),
     }
 
 # %% ../../nbs/study/02_curves.ipynb #71fca179
@@ -130,10 +126,10 @@ def crossing(
 # %% ../../nbs/study/02_curves.ipynb #417e68df
 CONTROL = "lora-bank"
 
-def _over_tasks(points, method, control, measure):
+def _over_tasks(points, method, measure):
     "(tasks, method's values, control's values) where both are known."
     of = lambda m: {p["tasks"]: p[measure] for p in points if p["method"] == m}
-    ours, theirs = of(method), of(control)
+    ours, theirs = of(method), of(CONTROL)
     x = sorted(n for n in ours if ours[n] is not None and theirs.get(n) is not None)
     return x, [ours[n] for n in x], [theirs[n] for n in x]
 
@@ -149,62 +145,57 @@ def _told(x, ours, theirs, names, unit, smaller=False):
     return [at, f"{leads(0)} leads at {x[0]:.4g} {unit}, {leads(-1)} at {x[-1]:.4g}"]
 
 # %% ../../nbs/study/02_curves.ipynb #66622f5d
-def _against_tasks(points, methods, control):
+def _against_tasks(points, methods):
     "Every method with the control; those that nowhere cross it share a row by who leads."
     rows = []
     for measure in ("AUC", "final", "MB mini", "MB large"):
         nowhere = {} # in words → methods
-        for m in (m for m in methods if m != control):
-            x, ours, theirs = _over_tasks(points, m, control, measure)
+        for m in (m for m in methods if m != CONTROL):
+            x, ours, theirs = _over_tasks(points, m, measure)
             if not x: continue
             told = partial(_told, x, ours, theirs, unit="tasks", smaller=measure.startswith("MB"))
-            at, words = told((short_name(m), control))
+            at, words = told((short_name(m), CONTROL))
             # words without a name of its own are the same for all that one side leads
             if at is not None: rows.append([f"{measure} against tasks", m, at, words])
-            else: nowhere.setdefault(told(("each of these", control))[1], []).append(short_name(m))
+            else: nowhere.setdefault(told(("each of these", CONTROL))[1], []).append(short_name(m))
         rows += [[f"{measure} against tasks", "; ".join(of), None, words]
                  for words, of in nowhere.items()]
     return rows
 
 # %% ../../nbs/study/02_curves.ipynb #10120aa1
-def _against_bytes(points, n, mb, control, family):
+def _against_bytes(points, n, mb):
     "One length of stream and kind of bytes; no row where one of the two curves has no point."
     here = [p for p in points if p["tasks"] == n and p[mb] is not None]
-    curve = sorted((p[mb], p["AUC"]) for p in here if p["method"].startswith(family))
-    its = next((p for p in here if p["method"] == control), None)
+    curve = sorted((p[mb], p["AUC"]) for p in here if p["method"].startswith("himalaya"))
+    its = next((p for p in here if p["method"] == CONTROL), None)
     if not curve or not its: return []
     x, ours = zip(*curve)
-    at, told = _told(x, ours, [its["AUC"]] * len(x), (family, control), "MB")
-    told += f"; {control} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}"
-    return [[f"AUC of {n} tasks against {mb}", family, at, told]]
+    at, told = _told(x, ours, [its["AUC"]] * len(x), ("himalaya", CONTROL), "MB")
+    told += f"; {CONTROL} keeps {its[mb]:.3f} MB for AUC {its['AUC']:.3f}"
+    return [[f"AUC of {n} tasks against {mb}", "himalaya", at, told]]
 
 # %% ../../nbs/study/02_curves.ipynb #d0f639a6
 def crossing_table(
     points: list[dict], # from `curve_points`
-    control: str = CONTROL, # a method
-    family: str = "himalaya", # adapter whose sizes make a curve over bytes
 ) -> Table: # a row a pair of curves
     "Where each method's curves cross the control's. Raises ValueError without the control."
     methods = list(dict.fromkeys(p["method"] for p in points))
-    if control not in methods:
-        raise ValueError(f"the control {control!r} is not among the methods {methods}")
-    rows, lengths = _against_tasks(points, methods, control), sorted({p["tasks"] for p in points})
+    if CONTROL not in methods:
+        raise ValueError(f"the control {CONTROL!r} is not among the methods {methods}")
+    rows, lengths = _against_tasks(points, methods), sorted({p["tasks"] for p in points})
     for mb in ("MB mini", "MB large"):
-        for n in lengths: rows += _against_bytes(points, n, mb, control, family)
-    return Table(f"Crossings with {control}", ["curves", "method", "at", "who leads"], rows)
+        for n in lengths: rows += _against_bytes(points, n, mb)
+    return Table(f"Crossings with {CONTROL}", ["curves", "method", "at", "who leads"], rows)
 
 # %% ../../nbs/study/02_curves.ipynb #cd7fea0c
 _MARKS = [("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", (0, (5, 1))), ("P", (0, (1, 1)))]
 
-def _looks(points, control):
+def _looks(points):
     "Mark, stroke and colour of each method: the control's and its variants' in the second colour."
-    methods = list(dict.fromkeys(p["method"] for p in points))
-    base = control.split(",")[0]
+    methods = dict.fromkeys(p["method"] for p in points)
     return {
-        m: dict(
-            marker=_MARKS[i % 6][0], linestyle=_MARKS[i % 6][1],
-            color=MIDDLE if m.startswith(base) else DARK,
-        ) for i, m in enumerate(methods)
+        m: dict(marker=mark, linestyle=line, color=MIDDLE if m.startswith(CONTROL) else DARK)
+        for m, (mark, line) in zip(methods, _MARKS * len(methods))
     }
 
 # %% ../../nbs/study/02_curves.ipynb #04be1a9a
@@ -254,12 +245,11 @@ def _write_points(axes, x, rows, gap, shift, log=False):
 # %% ../../nbs/study/02_curves.ipynb #0672c60c
 def tasks_chart(
     points: list[dict], # from `curve_points`
-    control: str = CONTROL,
     measures: tuple = ("AUC", "final"), # one panel each
 ) -> Chart: # topic tasks, with the measures where they are others
     """Scores, or MB (logarithmic), against the number of tasks; the lengths stand at equal
     distances."""
-    looks, lengths = _looks(points, control), sorted({p["tasks"] for p in points})
+    looks, lengths = _looks(points), sorted({p["tasks"] for p in points})
     figure, grid = new_figure(7.6, 3.3 * len(measures) + .5, len(measures), sharex=True)
     # a method keeps its look in all panels
     for (axes,), measure in zip(grid, measures):
@@ -289,7 +279,7 @@ def _tasks_panel(axes, points, measure, looks, lengths):
     # the limit that the study's question sets
     if measure == "MB large":
         axes.axhline(2.5, color="black", linewidth=.8, linestyle=":", label="2.5 MB")
-    axes.set_ylabel(_AXES.get(measure, f"{measure} (share of 1)"), fontsize=9)
+    axes.set_ylabel(_AXES[measure], fontsize=9)
 
 # %% ../../nbs/study/02_curves.ipynb #efa1da96
 def _decades(points, measure):
@@ -303,7 +293,7 @@ _AXES = {
 }
 
 # %% ../../nbs/study/02_curves.ipynb #845f9e70
-def _draw_sizes(axes, points, mb, measure, looks, control):
+def _draw_sizes(axes, points, mb, measure, looks):
     "The family's curve over its sizes, every method as a point, and the control's level."
     curve = sorted((p[mb], p[measure]) for p in points if p["method"].startswith("himalaya"))
     if curve: axes.plot(*zip(*curve), color=DARK, linewidth=1)
@@ -312,14 +302,14 @@ def _draw_sizes(axes, points, mb, measure, looks, control):
         axes.plot(p[mb], p[measure], linestyle="none", markersize=5, zorder=5,
                   label=short_name(p["method"]), **look)
         # the level through the panel shows where the curve reaches it
-        if p["method"] == control:
+        if p["method"] == CONTROL:
             axes.axhline(p[measure], color=MIDDLE, linewidth=.8, linestyle=":")
 
 # %% ../../nbs/study/02_curves.ipynb #d8133039
-def _bytes_panel(axes, points, mb, measure, looks, control):
+def _bytes_panel(axes, points, mb, measure, looks):
     "One length of stream, every point with its name and value."
     plain_axes(axes)
-    _draw_sizes(axes, points, mb, measure, looks, control)
+    _draw_sizes(axes, points, mb, measure, looks)
     wide = max(p[mb] for p in points)
     for p, y in zip(points, _apart([p[measure] for p in points], .075)):
         right, text = p[mb] > .6 * wide, f"{_short(p['method'])}  {p[measure]:.2f}"
@@ -332,11 +322,10 @@ def _bytes_panel(axes, points, mb, measure, looks, control):
 def bytes_chart(
     points: list[dict], # from `curve_points`
     measure: str = "AUC", # or "final"
-    control: str = CONTROL,
 ) -> Chart: # topic bytes_{measure}
     """The measure against MB kept: the upper row measured at the mini scale, the lower computed for
     d = 4096 and 32 layers."""
-    looks, lengths = _looks(points, control), sorted({p["tasks"] for p in points})
+    looks, lengths = _looks(points), sorted({p["tasks"] for p in points})
     # records without sizes noted have the computed row alone
     sizes = [mb for mb in ("MB mini", "MB large") if any(p[mb] is not None for p in points)]
     figure, grid = new_figure(
@@ -345,26 +334,25 @@ def bytes_chart(
     for row, mb in zip(grid, sizes):
         for axes, n in zip(row, lengths):
             here = [p for p in points if p["tasks"] == n and p[mb] is not None]
-            if here: _bytes_panel(axes, here, mb, measure, looks, control)
+            if here: _bytes_panel(axes, here, mb, measure, looks)
             axes.set_title(f"{n} tasks", fontsize=9)
             axes.set_xlabel(_AXES[mb].replace("\n", " "), fontsize=7.5)
-        row[0].set_ylabel(_AXES.get(measure, measure), fontsize=9)
+        row[0].set_ylabel(_AXES[measure], fontsize=9)
     legend_below(figure, grid[0][0])
-    return Chart(f"bytes_{measure.replace(' ', '_')}", figure)
+    return Chart(f"bytes_{measure}", figure)
 
 # %% ../../nbs/study/02_curves.ipynb #fdcd2b73
 def curve_report(
     records: list[dict], # of one world; the control among them
     lengths: tuple = LENGTHS,
-    control: str = CONTROL,
 ) -> list: # Tables and Charts, for display(*...)
     "Points, crossings and figures."
     points = curve_points(records, lengths)
     return [
         curve_table(points),
-        crossing_table(points, control),
-        tasks_chart(points, control),
-        tasks_chart(points, control, ("MB mini", "MB large")),
-        bytes_chart(points, "AUC", control),
-        bytes_chart(points, "final", control),
+        crossing_table(points),
+        tasks_chart(points),
+        tasks_chart(points, ("MB mini", "MB large")),
+        bytes_chart(points),
+        bytes_chart(points, "final"),
     ]
