@@ -7,7 +7,6 @@ __all__ = ['Followed', 'followed_parts', 'following', 'bounds_used', 'bounds_tab
 
 # %% ../../nbs/study/03_bounds.ipynb #86ec2a68
 import contextlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from ..hest.energy_budget import CallBuckets
 from ..hest.shell import record_states
 from ..ground.table import Table
 from ..adapters.registry import Adapter
+from ..measures.records import plain_json
 
 # %% ../../nbs/study/03_bounds.ipynb #28fb1e4b
 class Followed:
@@ -104,7 +104,7 @@ def bounds_table(
     path: Path | str, # of the record of bench/bounds.py
 ) -> Table: # one row a method, bound and way of decoding
     "Largest use of each bound; above 1 it is broken."
-    record = json.loads(Path(path).read_text(encoding="utf-8"))
+    record = plain_json(path)
     rows = [
         [
             r["method"], r["scope"], "kept" if r["bounded"] else "none", r["e_max"], r["way"],

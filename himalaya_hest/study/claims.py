@@ -7,16 +7,15 @@ __all__ = ['CLAIMS', 'QUESTION_MB', 'code', 'findings', 'claims_table', 'verdict
            'difference_told', 'sizes_told', 'equal_bytes', 'who_wins', 'main']
 
 # %% ../../nbs/study/08_claims.ipynb #2185db99
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from ..compare.pairs import by_pair, short_name
-from ..compare.standings import MAIN_PAIRS, large_mb, mean_of
+from ..compare.standings import MAIN_PAIRS, aucs, large_mb, mean_of
 from ..ground.table import Table
-from ..measures.records import records_of
+from ..measures.records import plain_json, records_of
 from ..measures.statistics import bca_interval
 from himalaya_hest.study.findings import (
     HELD, NOT_HELD, NOT_RUN, NOT_TESTABLE, Evidence, Finding, read_evidence, shown_figure
@@ -115,13 +114,12 @@ def verdict_counts(
 # %% ../../nbs/study/08_claims.ipynb #3392291a
 def real_findings(
     folder: str | Path = "records", # of all committed records
-    grid: str = "small",
 ) -> list[Finding]: # of the parts that something is known of
     "The claims on the real model, where HIMALAYA and its rivals ran on ten public tasks."
-    runs = [r for r in records_of(Path(folder)/grid) if r["config"]["protocol"] == "sequential"]
-    path = Path(folder)/"bench"/f"claims_{grid}.json"
-    measured = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return [f for f in findings(Evidence(by_pair(runs), measured, grid)) if f.n] if runs else []
+    runs = [r for r in records_of(Path(folder)/"small") if r["config"]["protocol"] == "sequential"]
+    path = Path(folder)/"bench"/"claims_small.json"
+    measured = plain_json(path) if path.is_file() else {}
+    return [f for f in findings(Evidence(by_pair(runs), measured, "small")) if f.n] if runs else []
 
 # %% ../../nbs/study/08_claims.ipynb #2805e7b0
 def changed_table(
@@ -144,11 +142,10 @@ QUESTION_MB = 2.5 # below which the question of the study wants an adapter at d 
 def difference_told(
     ours: dict, # (seed, order_seed) → record
     theirs: dict,
-    metric: str = "retained_accuracy_auc",
 ) -> str:
     "The paired difference in words, with its interval where there are ten pairs."
-    pairs = sorted(ours.keys() & theirs.keys())
-    d = np.array([ours[p]["summary"][metric] - theirs[p]["summary"][metric] for p in pairs])
+    a, b = aucs(ours), aucs(theirs)
+    d = np.array([a[p] - b[p] for p in sorted(a.keys() & b.keys())])
     # the cases in which no interval can be given, first
     if not len(d): return "not compared within pairs"
     told = f"by {abs(d.mean()):.3f} on average" if d.mean() else "the same on average"
@@ -244,7 +241,6 @@ def _control_told(ours, control, methods, equal):
 # %% ../../nbs/study/08_claims.ipynb #d2fb4bcb
 def who_wins(
     e: Evidence,
-    control: str = "lora-bank", # where no bank has as many bytes
 ) -> str: # Markdown
     """The highest AUC first, whosever it is, then HIMALAYA against a bank of as many bytes at
     d = 4096, then their bytes."""
@@ -261,7 +257,7 @@ def who_wins(
     best = max(compared, key=lambda m: _auc(compared[m]))
     out = [_winner_told(best, compared, ours)]
     equal = equal_bytes(methods)
-    form, control = equal or ("himalaya", control)
+    form, control = equal or ("himalaya", "lora-bank")
     if control != best and control in methods:
         out.append(_control_told(form, control, methods, equal))
     named = dict.fromkeys(m for m in (best, "himalaya", form, control) if m in methods)

@@ -18,7 +18,7 @@ from himalaya_hest.study.energy_evidence import (
     CANNOT, FAILS, HOLDS, LESS, EnergyEvidence, interval_of, read_energy_evidence, ruled,
     time_ratio,
 )
-from .findings import Finding, shown_figure
+from .findings import Finding, joined, shown_figure
 from himalaya_hest.study.savings import (
     controllers, finding, latencies, main_method, said, scores_and_savings
 )
@@ -120,10 +120,9 @@ def lines(e: EnergyEvidence) -> list[Finding]:
 # %% ../../nbs/study/13_energy_claims.ipynb #bb89f111
 def growth(
     rows: list[dict], # of bench/controller_share.py: one method, width and batch size
-    from_tokens: int = 512,
 ) -> tuple[float, float] | None: # exponent, and ratio of shares; None with one length
-    "How the cost of deciding grows with the prompt."
-    of = {r["n_tokens"]: r for r in rows if r["n_tokens"] >= from_tokens}
+    "How the cost of deciding grows with the prompt, from 512 tokens on."
+    of = {r["n_tokens"]: r for r in rows if r["n_tokens"] >= 512}
     if len(of) < 2: return None
     t = np.log([[n, r["time_share"] * r["pass_s"]] for n, r in sorted(of.items())])
     return (
@@ -144,7 +143,7 @@ def _judge_growth(f, x, *told):
     "The largest decides, since the rule looks at the upper end."
     f.figure, f.low, f.high, f.n = float(np.median(x)), min(x), max(x), len(x)
     f.here = ruled(f.low, f.high, 1.0 - 1e-9)
-    f.told = "; ".join(("median, smallest and largest of n widths and batch sizes", *told))
+    f.told = joined("median, smallest and largest of n widths and batch sizes", *told)
 
 # %% ../../nbs/study/13_energy_claims.ipynb #c597e92c
 def deciding(e: EnergyEvidence) -> list[Finding]:

@@ -7,7 +7,6 @@ __all__ = ['SCORES', 'MEANS', 'MAXIMA', 'MEDIANS', 'SIZES', 'score_of', 'expecte
            'block_cost_table', 'int8_product_table', 'settings_table']
 
 # %% ../../nbs/study/01_energy_standings.ipynb #5e133b6e
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from ..measures.energy import joules_source
 from ..compare.pairs import grid_of
 from ..compare.standings import column
 from ..measures.record_tables import ENERGY_COLUMNS, run_role
+from ..measures.records import plain_json
 from ..measures.statistics import bca_interval, is_number
 from ..ground.table import Table
 
@@ -89,8 +89,6 @@ def energy_table(
     return Table(title, _columns(score, kind), [_row(m, runs[m], score) for m in names])
 
 # %% ../../nbs/study/01_energy_standings.ipynb #7eca2dbb
-def _read(path): return json.loads(Path(path).read_text(encoding="utf-8"))
-
 def _threads(record): return f"{record['threads']} thread{'s' * (record['threads'] > 1)}"
 
 # %% ../../nbs/study/01_energy_standings.ipynb #a3c96a0e
@@ -99,7 +97,7 @@ def controller_table(
     what: str = "time_share", # or multiply_add_share
 ) -> Table: # one row a width, method and batch size; one column a length
     "The controller's share of a forward pass, in per cent: the median over rounds."
-    record = _read(path)
+    record = plain_json(path)
     # the record has one row a measurement; the table one column a length
     found = {(r["width"], r["method"], r["batch_size"], r["n_tokens"]): r for r in record["rows"]}
     lengths = sorted({n for *_, n in found})
@@ -127,18 +125,18 @@ def _block_row(r):
 
 def block_cost_table(
     path: Path | str, # of the record of bench/block_costs.py
-    dtype: str = "float32", # of the backbone
 ) -> Table: # one row a width and setting
     """Measured cost of a token's block in each state, as shares of fp, and the one cost of int8
     that the model of energy would have to take."""
-    record = _read(path)
+    record = plain_json(path)
     # the last column judges the cost of int8 that the model takes now
     columns = [
         "width", "phase", "batch size", "tokens", "fp (ms)", "off", "int8", "largest residual",
         "best cost of int8", f"model off by, at {record['cost_int8_now']:g}",
     ]
-    title = f"{dtype} on {record['device']}, {_threads(record)} ({record['command']})"
-    return Table(title, columns, [_block_row(r) for r in record["rows"] if r["dtype"] == dtype])
+    title = f"float32 on {record['device']}, {_threads(record)} ({record['command']})"
+    return Table(title, columns, [_block_row(r) for r in record["rows"]
+                                  if r["dtype"] == "float32"])
 
 # %% ../../nbs/study/01_energy_standings.ipynb #c32fa7ef
 _INT8 = ("int_mm + rounding", "onednn + rounding")
@@ -149,14 +147,13 @@ def _int8_ratio(us, of):
 
 def int8_product_table(
     path: Path | str, # of the record of bench/int8_products.py
-    rows_shown: tuple[int, ...] = (1, 8, 128, 512),
 ) -> Table: # one row a square width
     """Time of a product in int8 with the rounding of its activations, the fastest way of it, over
     that in fp32 and in bf16."""
-    record = _read(path)
+    record = plain_json(path)
     # square products alone, so that a row is one width
     found = {(r["d_in"], r["n_rows"]): r["us"] for r in record["rows"] if r["d_in"] == r["d_out"]}
-    shown = [(of, n) for of in ("fp32", "bf16") for n in rows_shown]
+    shown = [(of, n) for of in ("fp32", "bf16") for n in (1, 8, 128, 512)]
     # a width that was not measured with so many rows has no figure
     rows = [
         [d, *(_int8_ratio(found[d, n], of) if (d, n) in found else None for of, n in shown)]

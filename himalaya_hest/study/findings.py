@@ -7,7 +7,6 @@ __all__ = ['HELD', 'NOT_HELD', 'NOT_TESTABLE', 'NOT_RUN', 'Evidence', 'read_evid
            'shown_figure', 'shown', 'joined', 'judge', 'compare']
 
 # %% ../../nbs/study/04_findings.ipynb #7a767249
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import yaml
 
 from ..compare.pairs import by_pair, method_of, pair_of
-from ..measures.records import records_of
+from ..measures.records import plain_json, records_of
 from ..compare.standings import MAIN_PAIRS
 from ..measures.made_up_records import made_up_record
 from ..measures.statistics import bca_interval, sign_flip_p
@@ -67,35 +66,32 @@ def _fill_up(runs, first, more):
 # %% ../../nbs/study/04_findings.ipynb #3b7944d9
 def read_evidence(
     folder: str | Path = "records", # of all committed records
-    main: str = "main", # the grid of the comparison
-    others: tuple = ("exploratory",), # grids from which methods that it lacks are taken
+    main: str = "main", # the grid of the comparison; methods that it lacks are of "exploratory"
 ) -> Evidence:
     "Everything that the claims need, as far as it is there."
     folder = Path(folder)
     first = records_of(folder / main)
     runs = by_pair(first) if first else {}
-    _fill_up(runs, first, (r for o in others for r in records_of(folder / o)))
-    path, grids = folder / "bench" / "claims.json", _grid_files(folder, (main, *others))
-    measured = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    _fill_up(runs, first, records_of(folder / "exploratory"))
+    path, grids = folder / "bench" / "claims.json", _grid_files(folder, (main, "exploratory"))
+    measured = plain_json(path) if path.is_file() else {}
     return Evidence(runs, measured, main, {g: _adapters(f) for g, f in grids.items()})
 
 # %% ../../nbs/study/04_findings.ipynb #caaf3cdb
 def made_up_evidence(
     # methods, and the share of a score that each later task leaves
     keeps: tuple = (("himalaya", .9995), ("lora", .95), ("lilac+ewc", .97)),
-    n: int = 10, # pairs
-    T: int = 8, # tasks
     first: str = "", # name of the first task; empty: as it is
     **measured, # part of bench/claims.py → what it found
 ) -> Evidence:
-    "Synthetic evidence, for examples and tests only."
+    "Synthetic evidence of ten pairs and eight tasks, for examples and tests only."
     runs = {}
     for name, k in keeps:
-        for i in range(n):
-            r = made_up_record(f"{name}-{i}", T=T, keeps=k - .0002 * (i % 3), adapter=name, seed=i)
+        for i in range(10):
+            r = made_up_record(f"{name}-{i}", T=8, keeps=k - .0002 * (i % 3), adapter=name, seed=i)
             r["config"] |= dict(seed=i, order_seed=i)
             r |= dict(command="python bench/grid.py made_up.yaml")
-            r["kept_bytes"] = [400_000 + 2_000 * j for j in range(T)]
+            r["kept_bytes"] = [400_000 + 2_000 * j for j in range(8)]
             if first: r["tasks"][0] = r["task_info"][0]["name"] = first
             runs.setdefault(name, {})[i, i] = r
     return Evidence(runs, measured)

@@ -7,10 +7,10 @@ __all__ = ['RIGHT_OR_WRONG', 'passes_records', 'passes_tables', 'passes_overview
            'target_told', 'texts_told']
 
 # %% ../../nbs/study/22_passes.ipynb #59b166f2
-import json
 from pathlib import Path
 
 from ..ground.table import Table
+from ..measures.records import plain_json
 from ..measures.statistics import with_interval
 
 # %% ../../nbs/study/22_passes.ipynb #dbc4554b
@@ -19,7 +19,7 @@ def passes_records(
 ) -> list[dict]:
     "The records of `bench/passes.py`."
     found = sorted((Path(root)/"records"/"bench").glob("passes-*.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in found]
+    return [plain_json(path) for path in found]
 
 # %% ../../nbs/study/22_passes.ipynb #4563b58d
 RIGHT_OR_WRONG = {"label_accuracy", "exact_match", "token_f1"} # of the last the full score is right
@@ -121,8 +121,6 @@ def target_word(
 
 def target_told(
     record: dict, # of `bench/passes.py`
-    most: float = .65,
-    in_int8: float = .75,
 ) -> str: # a sentence
     "Whole answers by `passes` beside what was aimed at."
     def told(found, most):
@@ -131,9 +129,9 @@ def target_told(
     plain = {n: of["passes"]["time"] for n, of in arms.items()}
     int8 = {n: r["against_int8"] for n, of in arms.items()
             if "against_int8" in (r := of.get("passes, int8 (W8A8)", {}))}
-    more = f"; in eight bits, of plain generation in them, {in_int8:g}: {told(int8, in_int8)}"
-    return (f"A whole answer was to take at most {most:g} of plain generation's time: "
-            f"{told(plain, most)}{more if int8 else ''}.")
+    more = f"; in eight bits, of plain generation in them, 0.75: {told(int8, .75)}"
+    return ("A whole answer was to take at most 0.65 of plain generation's time: "
+            f"{told(plain, .65)}{more if int8 else ''}.")
 
 # %% ../../nbs/study/22_passes.ipynb #ac2bb216
 def texts_told(

@@ -20,7 +20,7 @@ from .duels import duel
 from himalaya_hest.study.energy_evidence import (
     CANNOT, FAILS, HOLDS, EnergyEvidence, interval_of, ruled, shared
 )
-from .findings import Finding
+from .findings import Finding, joined
 
 # %% ../../nbs/study/12_savings.ipynb #b9b9eb73
 def main_method(
@@ -44,12 +44,12 @@ def finding(e, part, claim, names, scope="blocks", **more) -> Finding:
     "One that cannot be told yet, with the command behind it."
     return Finding(part, claim, CANNOT, command=e.command(*names, scope=scope), **more)
 
-def said(f, n, found, here, *told, unit="") -> Finding: # the same
+def said(f, n, found, here, *told) -> Finding: # the same
     "Figure, interval, n and verdict into a finding."
     f.figure, f.low, f.high = found
-    f.n, f.here, f.unit = n, here, unit
+    f.n, f.here = n, here
     few = f"a verdict needs {MAIN_PAIRS} pairs" * (n < MAIN_PAIRS)
-    f.told = "; ".join(t for t in (*told, few) if t)
+    f.told = joined(*told, few)
     return f
 
 # %% ../../nbs/study/12_savings.ipynb #18c6a17c

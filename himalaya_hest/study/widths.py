@@ -23,12 +23,11 @@ def _setting(row):
 # %% ../../nbs/study/14_widths.ipynb #3f18b107
 def width_table(
     record: dict, # of bench/block_speed.py
-    variants: tuple = MIXES,
 ) -> Table: # a row a backbone, phase and batch size; a column a variant
     "Measured time over uniform int8, by width: where skipping pays."
     # a mix that was not measured at all has no column
     measured = {x["variant"] for r in record["rows"] for x in r["variants"]}
-    there, rows = [v for v in variants if v in measured], []
+    there, rows = [v for v in MIXES if v in measured], []
     for r in record["rows"]:
         of = {v["variant"]: v for v in r["variants"]}
         mixes = [with_interval(of[v]["of_int8"]) if v in of else None for v in there]
@@ -56,8 +55,7 @@ def _width_told(record, name):
 
 def widths_told(
     record: dict, # of bench/block_speed.py
-    variants: tuple = MIXES,
 ) -> str: # Markdown
     """In which settings a mix takes at least 10 % less time than uniform int8, the whole interval
     below .9."""
-    return "\n".join(filter(None, (_width_told(record, name) for name in variants)))
+    return "\n".join(filter(None, (_width_told(record, name) for name in MIXES)))
