@@ -20,14 +20,11 @@ LARGE_WIDTH, LARGE_LAYERS = 4096, 32
 LARGE_SITES = 7 * LARGE_LAYERS # q, k, v, o, gate, up and down of each
 
 # %% ../../nbs/compare/02_large.ipynb #71ff47ca
-def large_llama(
-    width: int = LARGE_WIDTH, # d
-    layers: int = LARGE_LAYERS, # L
-): # transformers.LlamaForCausalLM on the meta device
+def large_llama(): # transformers.LlamaForCausalLM on the meta device
     "A Llama-2-7B by its shapes alone."
     from transformers import LlamaConfig, LlamaForCausalLM
     shape = LlamaConfig(
-        hidden_size=width, intermediate_size=11008 * width // 4096, num_hidden_layers=layers,
+        hidden_size=LARGE_WIDTH, intermediate_size=11008, num_hidden_layers=LARGE_LAYERS,
         num_attention_heads=32, num_key_value_heads=32, vocab_size=32000,
     )
     with torch.device("meta"): return LlamaForCausalLM(shape)

@@ -46,12 +46,12 @@ def by_mean(
     return sorted((f for f in found if f[1]), key=lambda f: sign * np.mean(f[1]))
 
 # %% ../../nbs/compare/08_method_figures.ipynb #c1dc5425
-def _wrapped(name, width=34):
-    "A method's name in lines of at most so many characters."
-    return textwrap.wrap(name, width) or [name]
+def _wrapped(name):
+    "A method's name in lines."
+    return "\n".join(textwrap.wrap(name, 34)) or name
 
 def row_label(name: str, n: int) -> str: # of a method with n pairs
-    return "\n".join(_wrapped(name)) + f"  (n = {n})"
+    return _wrapped(name) + f"  (n = {n})"
 
 # %% ../../nbs/compare/08_method_figures.ipynb #cfa85a54
 def _draw_band(axes, name, x, curves): # curves (n, tasks)
@@ -70,7 +70,7 @@ def _draw_band(axes, name, x, curves): # curves (n, tasks)
     for k, where, up in ((0, "left", -13 if rises else 7), (-1, "right", 7)):
         write_values(axes, [x[k]], [mean[k]], shift=(0, up), ha=where, fontsize=7, bbox=box)
     # n and area in the title, where a legend would need a line a method
-    title = "\n".join(_wrapped(name)) + f"\nn = {len(curves)}, AUC {mean.mean():.3f}"
+    title = _wrapped(name) + f"\nn = {len(curves)}, AUC {mean.mean():.3f}"
     axes.set_title(title, fontsize=8)
 
 # %% ../../nbs/compare/08_method_figures.ipynb #37111b3a

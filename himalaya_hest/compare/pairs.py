@@ -47,13 +47,11 @@ def _is_own_budget(c, e_max):
 # %% ../../nbs/compare/01_pairs.ipynb #5ba61849
 def method_of(
     record: dict, # a run's record
-    # (adapter, preset) → {"adapter_config", "ewc"}: what goes without saying
-    searched: Callable = _searched,
 ) -> str: # for instance "himalaya", "lora (single)", "himalaya, r 4, gamma 2.0"
     "What a row of a comparison is called."
     c = record["config"]
     preset, protocol = c.get("preset", "default"), c.get("protocol", "sequential")
-    said = _set_otherwise(c, record.get("searched") or searched(c["adapter"], preset))
+    said = _set_otherwise(c, record.get("searched") or _searched(c["adapter"], preset))
     if "e_max" in said and _is_own_budget(c, said["e_max"]): del said["e_max"]
     # adapter and preset, then what was set, by name but for rank and sites, which come first;
     # then instructions and protocol
@@ -192,20 +190,19 @@ def made_up_pairs(
     # adapters, and the share of a score that each later task leaves
     keeps: tuple = (("himalaya", .999), ("lora", .9)),
     T: int = 4, # tasks
-    n_rows: int = 20, # evaluated rows a task
 ) -> list[dict]: # records
     "Synthetic records of methods over pairs, for examples and tests only."
-    return [_made_up_run(name, k, i, T, n_rows) for name, k in keeps for i in range(n)]
+    return [_made_up_run(name, k, i, T) for name, k in keeps for i in range(n)]
 
-def _made_up_run(name, keeps, i, T, n_rows):
+def _made_up_run(name, keeps, i, T):
     # scores that differ a little between the pairs, so that intervals are not empty
     r = made_up_record(
         f"{name}-{i}", T=T, keeps=keeps - .004 * (i % 3), adapter=name, seed=i,
         role="proposed" if name == "himalaya" else "baseline",
     )
     r["config"] |= dict(seed=i, order_seed=i)
-    # as many rows right as the last scores say
-    right = {t: np.arange(n_rows) < round(n_rows * s) for t, s in zip(r["tasks"], r["matrix"][-1])}
+    # of 20 rows as many right as the last scores say
+    right = {t: np.arange(20) < round(20 * s) for t, s in zip(r["tasks"], r["matrix"][-1])}
     return r | dict(row_values={t: x.astype(float).tolist() for t, x in right.items()})
 
 # %% ../../nbs/compare/01_pairs.ipynb #9733f075

@@ -18,7 +18,7 @@ from himalaya_hest.compare.standings import (
     on_same_pairs, one_method, paired_table
 )
 from ..ground.table import Table
-from ..measures.record_tables import same_world
+from ..measures.record_tables import known_mean, same_world
 from ..measures.statistics import bca_interval
 
 # %% ../../nbs/compare/04_questions.ipynb #dcaab26c
@@ -42,8 +42,7 @@ def _group_row(group, names, method, runs, against, sure):
     row = dict(group=group, tasks=len(names), method=method, n=len(runs))
     # a run may lack a measure of a group; the mean is over those that have it
     for k in ("AUC", "just learned", "final", "forgotten"):
-        values = [f[k] for f in found.values() if f[k] is not None]
-        row[k] = float(np.mean(values)) if values else None
+        row[k] = known_mean(f[k] for f in found.values())
     auc = {p: f["AUC"] for p, f in found.items()}
     known = [x for x in auc.values() if x is not None]
     # one of the two kinds of spread stays empty, and its columns are left out
@@ -162,18 +161,17 @@ def _trained_with(record):
 # %% ../../nbs/compare/04_questions.ipynb #cdbb09db
 def tuned_single(
     records: list[dict], # records of a comparison
-    adapter: str = "lora", # the reference
 ) -> float | None: # mean just-learned score of the tasks alone; None where no such run is there
-    """What the reference learns of each task alone, mean over its runs. Raises ValueError where
-    they were run with several settings."""
+    """What LoRA learns of each task alone, mean over its runs. Raises ValueError where they were
+    run with several settings."""
     runs = [
         r for r in records
-        if r["config"].get("protocol") == "single" and r["config"]["adapter"] == adapter
+        if r["config"].get("protocol") == "single" and r["config"]["adapter"] == "lora"
     ]
     settings = {_trained_with(r) for r in runs}
     if len(settings) > 1:
         raise ValueError(
-            f"{adapter} was run on single tasks with several settings "
+            "lora was run on single tasks with several settings "
             f"({', '.join(sorted(settings))}): keep the one that the development world chose"
         )
     return float(np.mean([r["summary"]["just_learned_accuracy"] for r in runs])) if runs else None
@@ -230,13 +228,11 @@ def target_table(
 # %% ../../nbs/compare/04_questions.ipynb #b5e00005
 def older_parts(
     record: dict, # of a run
-    # adapter → version of each of its parts; None: of this package
-    shipped: Callable | None = None,
 ) -> dict[str, tuple]: # part → (version that it ran, version that is shipped), where they differ
     "What of an adapter computes something else today; a record without numbers is of the first."
     # the adapters load PyTorch, which no other table needs
-    if shipped is None: from himalaya_hest.adapters.registry import method_versions as shipped
-    then, now = record.get("method_versions") or {}, shipped(record["config"]["adapter"])
+    from himalaya_hest.adapters.registry import method_versions
+    then, now = record.get("method_versions") or {}, method_versions(record["config"]["adapter"])
     return {p: (then.get(p, 1), v) for p, v in now.items() if then.get(p, 1) != v}
 
 # %% ../../nbs/compare/04_questions.ipynb #b5e00008
@@ -244,13 +240,12 @@ def version_note(
     records: list[dict], # that a table shows
     named: Callable = lambda r: r["config"]["adapter"], # record → name of its row
     reference: list[dict] = (), # runs that differences are taken to
-    shipped: Callable | None = None, # as of `older_parts`
 ) -> str: # for beside the table; empty where all is of the version that is shipped
     "Which rows of a table are of an older version."
     told = []
-    of = lambda rs: {(part, *v): None for r in rs for part, v in older_parts(r, shipped).items()}
+    of = lambda rs: {(part, *v): None for r in rs for part, v in older_parts(r).items()}
     for part, then, now in of(records):
-        old = [r for r in records if older_parts(r, shipped).get(part) == (then, now)]
+        old = [r for r in records if older_parts(r).get(part) == (then, now)]
         whole = [r for r in records if part in r["config"]["adapter"].split("+")]
         rows = f"All runs of {part}" if len(old) == len(whole) else (
             "The runs of " + ", ".join(dict.fromkeys(f"`{named(r)}`" for r in old)))

@@ -13,16 +13,14 @@ import numpy as np
 from .pairs import Grid, grid_of, pair_of, row_means
 from ..ground.table import Table
 from ..measures.continual import evaluated_rows, forgetting_per_task
-from ..measures.record_tables import chance_matrix, is_complete, same_world, score_array
+from himalaya_hest.measures.record_tables import (
+    chance_matrix, is_complete, known_mean, same_world, score_array
+)
 from himalaya_hest.measures.statistics import (
     bca_interval, effect_size, example_interval, holm, is_number, sign_flip_p
 )
 
 # %% ../../nbs/compare/03_standings.ipynb #879998a4
-def _known_mean(values):
-    known = [x for x in values if not np.isnan(x)]
-    return float(np.mean(known)) if known else None
-
 def group_scores(
     record: dict, # a run's record
     names: set, # tasks of the group
@@ -33,14 +31,14 @@ def group_scores(
     # without all rows of the matrix only what was just learned is known
     if not at or not is_complete(record):
         nothing = dict.fromkeys(("AUC", "just learned", "final", "forgotten"))
-        return nothing | {"just learned": _known_mean(learned)}
+        return nothing | {"just learned": known_mean(learned)}
     # from the group's first task on, over those of its tasks that were seen
     curve = [R[i, [j for j in at if j <= i]].mean() for i in evaluated_rows(R) if i >= at[0]]
     return {
         "AUC": float(np.mean(curve)),
         "just learned": float(learned.mean()),
         "final": float(R[-1, at].mean()),
-        "forgotten": _known_mean(forgetting_per_task(R)[at]),
+        "forgotten": known_mean(forgetting_per_task(R)[at]),
     }
 
 # %% ../../nbs/compare/03_standings.ipynb #98d59479
@@ -95,8 +93,7 @@ def final_score(
 
 def final_mean(runs) -> float | None: # over the runs that have one
     "Mean of the final scores."
-    known = [v for r in runs.values() if is_number(v := final_score(r))]
-    return float(np.mean(known)) if known else None
+    return known_mean(map(final_score, runs.values()))
 
 # %% ../../nbs/compare/03_standings.ipynb #5bfaf60d
 def large_mb(

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SUMMARY_COLUMNS', 'ENERGY_COLUMNS', 'same_world', 'score_array', 'is_complete', 'chance_matrix', 'against_chance',
-           'not_above_chance', 'task_table', 'group_table', 'run_role', 'told_summary', 'summary_table', 'byte_table']
+           'not_above_chance', 'known_mean', 'task_table', 'group_table', 'run_role', 'told_summary', 'summary_table',
+           'byte_table']
 
 # %% ../../nbs/measures/12_record_tables.ipynb #888b0d25
 import math
@@ -92,8 +93,8 @@ def _zero_shot(record):
     )
 
 # %% ../../nbs/measures/12_record_tables.ipynb #5e912fa6
-def _mean(values):
-    "Mean of what is known, None where nothing is."
+def known_mean(values) -> float | None:
+    "Mean of what is neither None nor nan; None where nothing is known."
     known = [v for v in values if v is not None and not math.isnan(v)]
     return float(np.mean(known)) if known else None
 
@@ -141,7 +142,7 @@ def _task_rows(record):
             _group(i), _beside(last.get(name, {})),
         ])
     # names and numbers have no mean, only the scores have
-    means = [_mean([row[k] for row in rows]) for k in range(5, 10)]
+    means = [known_mean(row[k] for row in rows) for k in range(5, 10)]
     return rows + [["", "mean", "", "", "", *means, "", ""]]
 
 # %% ../../nbs/measures/12_record_tables.ipynb #42a5ade3
@@ -185,7 +186,7 @@ def group_table(
             groups.setdefault(g, []).append(rows[i["name"]])
     names = ["just learned", "final", "forgotten", "zero-shot", "chance"]
     body = [
-        [g, len(rs)] + [_mean([r.get(k) for r in rs]) for k in names] for g, rs in groups.items()
+        [g, len(rs)] + [known_mean(r.get(k) for r in rs) for k in names] for g, rs in groups.items()
     ]
     return Table(f"{record['run_id']}: scores by group of tasks", ["group", "n"] + names, body)
 

@@ -7,14 +7,15 @@ __all__ = ['SCORES', 'MEANS', 'MAXIMA', 'MEDIANS', 'SIZES', 'score_of', 'expecte
            'block_cost_table', 'int8_product_table', 'settings_table']
 
 # %% ../../nbs/study/01_energy_standings.ipynb #5e133b6e
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from ..measures.energy import joules_source
 from ..compare.pairs import grid_of
-from ..compare.standings import column
-from ..measures.record_tables import ENERGY_COLUMNS, run_role
+from ..compare.standings import column, mean_of
+from ..measures.record_tables import ENERGY_COLUMNS, known_mean, run_role
 from ..measures.records import plain_json
 from ..measures.statistics import bca_interval, is_number
 from ..ground.table import Table
@@ -47,13 +48,12 @@ def _token_ms(runs, percentile):
 
 # %% ../../nbs/study/01_energy_standings.ipynb #8f709683
 def _row(name, runs, score):
-    expected = [e for r in runs.values() if (e := expected_share(r)) is not None]
-    mean = lambda key, f=np.mean: float(f(v)) if (v := column(runs, key)) else None
+    mean = partial(mean_of, runs)
     # as the columns of `energy_table`
     return [
         name, run_role(next(iter(runs.values()))), len(runs), mean(score),
         *bca_interval(column(runs, score)), *([mean("rougeLsum")] if score == "rougeL" else []),
-        1e3 * mean("mean_joules_per_sample"), float(np.mean(expected)) if expected else None,
+        1e3 * mean("mean_joules_per_sample"), known_mean(map(expected_share, runs.values())),
         *(mean(k) for k in MEANS), *(mean(k, np.max) for k in MAXIMA),
         *(mean(k, np.median) for k in MEDIANS), *(_token_ms(runs, q) for q in ("p50", "p99")),
         int(mean("controller_parameters", np.max)), mean("adapter_mb", np.max),
@@ -179,10 +179,6 @@ def _by_setting(records, settings):
         found.setdefault(key, []).append(r)
     return found
 
-def _known_mean(values):
-    known = [v for v in values if v is not None]
-    return float(np.mean(known)) if known else None
-
 # %% ../../nbs/study/01_energy_standings.ipynb #8a0c69f8
 def settings_table(
     records: list[dict], # of one world
@@ -191,9 +187,9 @@ def settings_table(
     "Mean ROUGE-L or accuracy, and shares of energy, of each setting of each method."
     score, rows, best = score_of(records), [], {}
     for key, of in _by_setting(records, settings).items():
-        summary = lambda k: _known_mean([r["summary"][k] for r in of])
+        summary = lambda k: known_mean(r["summary"][k] for r in of)
         # a method without gates has no expected share
-        expected = _known_mean([expected_share(r) for r in of])
+        expected = known_mean(map(expected_share, of))
         rows.append([*key, len(of), summary(score), expected, summary("scope_energy_share")])
     # a method stands where its best setting puts it, with its other settings below
     for row in rows: best[row[0], row[1]] = max(best.get((row[0], row[1]), 0), row[-3])
