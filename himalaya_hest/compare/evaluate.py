@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 
 from .charts import Chart
-from .figures import run_charts, run_report
+from .figures import run_charts, run_tables
 from .questions import grouped_table
 from .method_figures import PANELS, method_bars, pair_chart, retained_bands
 from .pairs import Grid, grid_of, method_of
@@ -216,13 +216,10 @@ def evaluate_runs(
     with_zero = lambda r: r if r.get("zero_shot") or not zero else r | dict(zero_shot=zero)
     evaluated = (evaluate_run(with_zero(r), out) for r in grid)
     done = [d for d in evaluated if len(grid) <= SHOWN_RUNS]
-    if len(grid) == 1: return _shown_alone(done[0])
+    if len(grid) == 1: return [*run_tables(done[0]["record"]).values(), *done[0]["charts"]]
     comparison = aggregate(grid, out)
     shown = [x for d in done for x in [task_table(d["record"]), *d["charts"]]]
     return comparison["tables"] + comparison["charts"] + shown
-
-def _shown_alone(done):
-    return [x for x in run_report(done["record"]) if isinstance(x, Table)] + done["charts"]
 
 # %% ../../nbs/compare/09_evaluate.ipynb #c81721b9
 _EVALUATED = dict(

@@ -12,7 +12,7 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from .evaluate import comparison_charts, comparison_tables
-from .figures import run_charts, run_report
+from .figures import run_charts, run_tables
 from .pairs import method_of, pair_of, told_apart
 from ..ground.table import Table
 from ..measures.records import Record, finished_runs, load_record
@@ -155,7 +155,7 @@ def shown_of(
     "The report of one run, or the comparison of several."
     if not records: raise ValueError("no record is chosen")
     if len(records) == 1:
-        return [x for x in run_report(records[0]) if isinstance(x, Table)] + run_charts(records[0])
+        return [*run_tables(records[0]).values(), *run_charts(records[0])]
     return comparison_tables(records) + comparison_charts(records)
 
 # %% ../../nbs/compare/10_explorer.ipynb #d06710ce

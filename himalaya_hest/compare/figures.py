@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['learning_curves', 'energy_curve', 'utilisation', 'retained_curve', 'score_matrix', 'task_bars', 'confusion_matrices',
-           'run_charts', 'run_report']
+           'run_charts', 'run_tables', 'run_report']
 
 # %% ../../nbs/compare/06_figures.ipynb #70e08ed4
 import numpy as np
@@ -13,6 +13,7 @@ from himalaya_hest.compare.charts import (
     Chart, DARK, heat_map, legend_below, LIGHT, MIDDLE, MOST_FIGURES, new_figure, no_curve,
     plain_axes, task_ticks, write_cells, write_values
 )
+from ..ground.table import Table
 from ..measures.continual import evaluated_rows, retained_accuracy
 from himalaya_hest.measures.record_tables import (
     byte_table, group_table, is_complete, score_array, summary_table, task_table
@@ -322,12 +323,17 @@ def run_charts(
 # %% ../../nbs/compare/06_figures.ipynb #e9ae4716
 _REPORTED = ("retained_accuracy", "score_matrix", "energy_curve", "utilisation")
 
+def run_tables(
+    record: dict, # a run's record
+) -> dict[str, Table]: # summary, tasks; groups and bytes where the record has them
+    "All tables of a run."
+    tables = dict(summary=summary_table(record), tasks=task_table(record))
+    if any(i.get("group") or i.get("shared_instruction") for i in record.get("task_info") or []):
+        tables["groups"] = group_table(record)
+    return tables | (dict(bytes=byte_table(record)) if record.get("bytes") else {})
+
 def run_report(
     record: dict, # a run's record
 ) -> list: # tables and figures, for display(*...)
-    "The run's tables (summary, tasks, groups, bytes) and figures."
-    tables = [summary_table(record), task_table(record)]
-    if any(i.get("group") or i.get("shared_instruction") for i in record.get("task_info") or []):
-        tables.append(group_table(record))
-    if record.get("bytes"): tables.append(byte_table(record))
-    return tables + [c for c in run_charts(record) if c.topic in _REPORTED]
+    "The run's tables and figures."
+    return [*run_tables(record).values(), *(c for c in run_charts(record) if c.topic in _REPORTED)]

@@ -16,11 +16,10 @@ from fastcore import xml as h
 
 from .charts import Chart, NoChart
 from .command import command_of
-from .figures import run_charts
+from .figures import run_charts, run_tables
 from ..ground.table import Table, table_html
 from himalaya_hest.measures.record_tables import (
-    against_chance, byte_table, group_table, not_above_chance, score_array, summary_table, task_table,
-    told_summary,
+    against_chance, not_above_chance, score_array, told_summary,
 )
 from ..measures.records import check_record, finished_runs, read_record
 from ..running.names import plain_name
@@ -147,6 +146,8 @@ def _picture(
 
 def _table(table): return h.Div(h.Safe(table_html(table)), klass="box")
 
+def _named(tables, *names): return [_table(tables[n]) for n in names if n in tables]
+
 # %% ../../nbs/compare/15_page.ipynb #77525043
 def matrix_table(
     record: dict, # of a run
@@ -242,27 +243,19 @@ def _section(title, *parts): return h.Section(h.H2(title), *parts) if parts else
 # %% ../../nbs/compare/15_page.ipynb #60cfcfa4
 _PARTS = { # part of the page → topics of figures
     "Scores": ("retained_accuracy", "score_matrix", "task_scores"),
-    "Training": ("learning_curves", "dictionary"),
+    "Training": ("learning_curves",),
     "Energy": ("energy_curve", "utilisation"),
     "Answers": ("confusion",),
 }
 
-def _tables(record):
-    "Part of the page → its tables."
-    info = record.get("task_info") or []
-    grouped = any(i.get("group") or i.get("shared_instruction") for i in info)
-    scores = [_table(task_table(record)), *([_table(group_table(record))] if grouped else [])]
-    if len(record["tasks"]) > 1:
-        folded = h.Details(h.Summary("the score matrix in figures"), _table(matrix_table(record)))
-        scores.append(folded)
-    return {"Scores": scores}
-
-def _results(record):
+def _results(record, tables):
     "The parts of the page that show what came of the run."
-    charts, tables = run_charts(record), _tables(record)
+    charts, scores = run_charts(record), _named(tables, "tasks", "groups")
+    if len(record["tasks"]) > 1:
+        scores += [h.Details(h.Summary("the score matrix in figures"), _table(matrix_table(record)))]
     for title, topics in _PARTS.items():
         drawn = [_picture(c) for topic in topics for c in charts if c.topic == topic]
-        yield _section(title, *drawn, *tables.get(title, []))
+        yield _section(title, *drawn, *(scores if title == "Scores" else []))
     if not record.get("history"):
         yield h.P("This record has no history: the losses of training are not in it.")
 
@@ -275,13 +268,13 @@ def page_of(
     sentences = [f(record) for f in (_what_said, _scores_said, _costs_said)]
     warned = [h.P(h.Strong("Know before you believe it: "), "; ".join(w), ".")
               for w in [_warned(record)] if w]
-    kept = [_table(byte_table(record))] if record.get("bytes") else []
+    tables = run_tables(record)
     # in the order of a reader's questions: what, how good, how large, how again
     body = h.Body(
         h.H1(record["run_id"]), *(h.P(s) for s in sentences if s), *warned, _highlights(record),
-        *filter(None, _results(record)),
-        _section("What is kept", *kept),
-        _section("In one row", _table(summary_table(record))),
+        *filter(None, _results(record, tables)),
+        _section("What is kept", *_named(tables, "bytes")),
+        _section("In one row", *_named(tables, "summary")),
         _section("Run it again", *_repeat(record, file)),
         _section("Made with", _table(_made_with(record))),
     )

@@ -312,10 +312,10 @@ def search(
     return study_record(study, config, space, finals)
 
 # %% ../../nbs/jobs/03_search.ipynb #e8f814c4
-def _run_at(config, setting, run, folder, name, n_tasks):
+def _run_at(config, setting, run, folder, name):
     "Losses and scores of a short run with a setting."
     parameters = trial_parameters(config, setting, results_dir=str(folder), run_id=name)
-    few = dict(n_tasks=min(n_tasks, config.search["n_tasks"]))
+    few = dict(n_tasks=min(3, config.search["n_tasks"]))
     record = run(parameters | few, lambda n, retained: None)
     return [h.get("train_loss") for h in record["history"]], record["matrix"]
 
@@ -324,7 +324,6 @@ def dead_parameters(
     config: RunConfig, # resolved, with n_trials > 0
     run: Callable[[dict, Callable], dict], # as for `search`
     folder: Path, # of the runs
-    n_tasks: int = 3, # of the development stream
 ) -> dict[str, bool]: # parameter → whether its ends give the same run
     "Try each parameter of the space at its ends."
     space = space_of(config)
@@ -333,7 +332,7 @@ def dead_parameters(
         # the two ends of the range, everything else where the search starts
         ends = (r["choices"][0], r["choices"][-1]) if "choices" in r else (r["low"], r["high"])
         low, high = (
-            _run_at(config, start | {name: end}, run, folder, f"end-{i}-{k}", n_tasks)
+            _run_at(config, start | {name: end}, run, folder, f"end-{i}-{k}")
             for k, end in enumerate(ends))
         out[name] = low == high
     return out
@@ -349,13 +348,12 @@ def read_searches(
 def at_edge(
     r: dict, # a range of a space
     value: float,
-    share: float = .01, # of the range
 ) -> bool:
-    "Does a value lie at an end of its range?"
+    "Does a value lie at an end of its range, within a hundredth of it?"
     if "choices" in r: return False
     of = math.log if r["log"] else float
     low, x, high = of(r["low"]), of(value), of(r["high"])
-    return min(x - low, high - x) <= share * (high - low)
+    return min(x - low, high - x) <= .01 * (high - low)
 
 # %% ../../nbs/jobs/03_search.ipynb #1892779c
 def _best_lambda(found):

@@ -63,7 +63,7 @@ def rebuilt_record(
     print(
         f"{name}: W&B has no record.json of this run ({run.state}); "
         f"rebuilt after {len(ended)} tasks from history, summary and configuration. "
-        "Not known: world, task_info, bytes, confusion, dictionary, device, versions"
+        "Not known: world, task_info, bytes, confusion, device, versions"
     )
     record = dict(
         run_id=name, role=config.get("role"), config=config, matrix=_matrix_of(ended),
