@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AdapterReport', 'adapter_of', 'left_alone', 'checked_prompts', 'backbone_said', 'block_of', 'sites_said', 'listed',
-           'kept_bytes']
+           'kept_bytes', 'differing']
 
 # %% ../../nbs/compare/11_adapter.ipynb #e88cfa3b
 import contextlib
@@ -171,3 +171,9 @@ def kept_bytes(adapter: Adapter, name: str) -> dict: # part → bytes
     "What is kept between tasks, EWC's part among it where the adapter is the active one."
     if name == adapter.tuner.active_adapters[0]: return adapter_bytes(adapter)
     return adapter.tuner.state_bytes(name)
+
+# %% ../../nbs/compare/11_adapter.ipynb #94e02544
+def differing(config, usual: dict) -> str: # in words
+    "Fields of a config that are not as they stand in a dict."
+    now = {n: getattr(config, n) for n in usual}
+    return ", ".join(f"{n} {v} (for {usual[n]})" for n, v in now.items() if v != usual[n]) or "nothing"

@@ -16,12 +16,12 @@ from .figures import run_charts, run_tables
 from .questions import grouped_table
 from .method_figures import PANELS, method_bars, pair_chart, retained_bands
 from .pairs import Grid, grid_of, method_of
-from .primary import aggregated_metrics, primary_metric
+from .primary import aggregated_metrics, candidates, primary_metric
 from himalaya_hest.compare.standings import (
     MAIN_PAIRS, exploratory_table, main_table, mean_of, paired_table
 )
 from ..ground.table import Table
-from ..measures.record_tables import is_complete, run_role, summary_table, task_table
+from ..measures.record_tables import is_complete, summary_table, task_table
 from himalaya_hest.measures.records import (
     check_record, finished_runs, is_committed, load_record, load_records, readable, record_text
 )
@@ -122,14 +122,11 @@ def comparison_charts(
     return charts
 
 # %% ../../nbs/compare/09_evaluate.ipynb #7b7bcf0c
-def _is_candidate(record):
-    sequential = record["config"].get("protocol", "sequential") == "sequential"
-    return run_role(record) == "proposed" and sequential
-
 def _best_proposed(grid):
     "The proposed method with the best mean AUC, and its records; None and none without one."
     runs = grid.runs if grid else {}
-    found = {m: rs for m, rs in runs.items() if all(map(_is_candidate, rs.values()))}
+    found = {m: rs for m, rs in runs.items()
+             if len(candidates(list(rs.values()), "proposed")) == len(rs)}
     best = max(found, key=lambda m: mean_of(found[m], "retained_accuracy_auc"), default=None)
     return best, list(found.get(best, {}).values())
 

@@ -16,7 +16,7 @@ from himalaya_hest.compare.charts import (
 from ..ground.table import Table
 from ..measures.continual import evaluated_rows, retained_accuracy
 from himalaya_hest.measures.record_tables import (
-    byte_table, group_table, is_complete, score_array, summary_table, task_table
+    byte_table, group_table, is_complete, score_array, summary_table, task_chances, task_table
 )
 
 # %% ../../nbs/compare/06_figures.ipynb #9e7dee61
@@ -159,15 +159,9 @@ def _draw_retained(axes, record, x, curve):
     axes.plot(x, curve, color=DARK, marker="o", markersize=4, label=label)
     write_values(axes, x, curve)
     # chance as a curve needs the chance of every task
-    if chance := _chances(record):
+    if None not in (chance := task_chances(record)):
         y = np.cumsum(chance) / every
         axes.plot(every, y, color="black", linestyle=":", linewidth=1, label="chance")
-
-def _chances(record):
-    "Of each task in the order of the stream; None where one is not known."
-    known = {i["name"]: i.get("chance") for i in record.get("task_info") or []}
-    found = [known.get(t) for t in record["tasks"]]
-    return None if None in found else found
 
 # %% ../../nbs/compare/06_figures.ipynb #2549dd8c
 def retained_curve(
@@ -198,7 +192,7 @@ def _retained_told(record, curve):
         f"Retained accuracy of {record['run_id']} over {len(record['tasks'])} tasks: "
         f"{curve[0]:.2f} after the first, {curve[-1]:.2f} after the last, AUC {curve.mean():.3f}; "
         "dashes mark the score of each task just learned"
-        f"{', a dotted line chance' * (_chances(record) is not None)}."
+        f"{', a dotted line chance' * (None not in task_chances(record))}."
     )
 
 # %% ../../nbs/compare/06_figures.ipynb #a8283f2e

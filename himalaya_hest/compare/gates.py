@@ -13,8 +13,8 @@ from peft import PeftModel
 from ..adapters.registry import Adapter
 from ..bridge.shell import ShellConfig
 from himalaya_hest.compare.adapter import (
-    AdapterReport, adapter_of, backbone_said, checked_prompts, kept_bytes, left_alone, listed,
-    sites_said,
+    AdapterReport, adapter_of, backbone_said, checked_prompts, differing, kept_bytes, left_alone,
+    listed, sites_said,
 )
 from ..ground.table import Table
 from ..hest.costs import JOULES_PER_MULTIPLY_ADD, MODELLED, STATES, forward_cost
@@ -29,12 +29,6 @@ def _own_fields(config):
     shared = {*ShellConfig.__dataclass_fields__, "preset"}
     return [f for f in fields(config) if f.name not in shared]
 
-def _differs(config, standard):
-    "Fields of a config that are not as they stand in a dict, in words."
-    now = {n: getattr(config, n) for n in standard}
-    told = [f"{n} {v} (for {standard[n]})" for n, v in now.items() if v != standard[n]]
-    return ", ".join(told) or "nothing"
-
 # %% ../../nbs/compare/13_gates.ipynb #67a3b77d
 def _gated_changes(config):
     "What was changed in a preset, or, where there is none, in the config's own defaults."
@@ -42,7 +36,7 @@ def _gated_changes(config):
     plain = {f.name: f.default for f in _own_fields(config) if f.default not in unsaid}
     if getattr(config, "preset", None) in HEST_PRESETS:
         plain |= HEST_PRESETS[config.preset] | BY_SCOPE[config.scope]
-    return _differs(config, plain)
+    return differing(config, plain)
 
 # %% ../../nbs/compare/13_gates.ipynb #cd680ed5
 def _gates_said(core):

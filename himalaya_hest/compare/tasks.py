@@ -13,8 +13,8 @@ from torch import Tensor
 from ..adapters.registry import Adapter
 from ..bridge.routed import batch_contexts
 from himalaya_hest.compare.adapter import (
-    AdapterReport, adapter_of, backbone_said, block_of, checked_prompts, kept_bytes, left_alone,
-    listed, sites_said,
+    AdapterReport, adapter_of, backbone_said, block_of, checked_prompts, differing, kept_bytes,
+    left_alone, listed, sites_said,
 )
 from ..ground.table import Table
 from ..himalaya.router import task_scores
@@ -24,10 +24,7 @@ from ..himalaya.tuner import HimalayaModel, HimalayaSettings, task_names, UNROUT
 # %% ../../nbs/compare/12_tasks.ipynb #a7b81ee5
 def _changed(config):
     "What was set otherwise than by default; the rank has a row of its own."
-    usual = vars(HimalayaSettings())
-    told = [f"{n} {getattr(config, n)} (for {v})" for n, v in usual.items()
-            if n != "r" and getattr(config, n) != v]
-    return ", ".join(told) or "nothing"
+    return differing(config, {n: v for n, v in vars(HimalayaSettings()).items() if n != "r"})
 
 def _tasks_said(core):
     n, names = len(core.tasks.finished), task_names(core)
