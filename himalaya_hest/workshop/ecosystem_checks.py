@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'SHAPES', 'FOUR', 'EIGHT', 'random_decoder', 'check_family', 'check_greedy', 'check_same_as_greedy',
            'check_left_padding', 'check_sampling', 'check_assisted', 'gradients', 'assert_gradients',
-           'check_checkpointing', 'mean_loss', 'check_trainer', 'check_compiled', 'NotInstalled', 'quantised',
-           'check_bits', 'check_saved', 'check_disabled', 'check_merged', 'pair_of', 'check_several',
-           'check_mixed_adapters']
+           'check_checkpointing', 'check_trainer', 'check_compiled', 'NotInstalled', 'quantised', 'check_bits',
+           'check_saved', 'check_disabled', 'check_merged', 'pair_of', 'check_several', 'check_mixed_adapters']
 
 # %% ../../nbs/workshop/06_ecosystem_checks.ipynb #dcc0678a
 import contextlib
@@ -21,7 +20,6 @@ import transformers
 from peft import AutoPeftModelForCausalLM, PeftModel
 from torch import nn
 
-from ..adapters.defaults import training_defaults
 from ..adapters.registry import Adapter, adapter_tensors
 from ..bridge.register import prepare_quantised
 from ..bridge.shell import tiny_backbone
@@ -29,7 +27,9 @@ from ..bridge.own_loop import learning
 from himalaya_hest.workshop.ecosystem_subject import (
     COLUMNS, Subject, answers, both_tasks, by_hand, close, loaded_into, plain_logits, prompts,
 )
-from .family import backbone_of, drive, heard, logits_of, same, toy_rows
+from himalaya_hest.workshop.family import (
+    backbone_of, drive, heard, logits_of, mean_loss, optimizer_of, same, toy_rows,
+)
 
 # %% ../../nbs/workshop/06_ecosystem_checks.ipynb #eco00010
 FAMILIES = dict(llama="Llama", qwen2="Qwen2", qwen3="Qwen3", mistral="Mistral", gemma="Gemma",
@@ -158,14 +158,8 @@ def check_checkpointing(subject: Subject, reentrant: bool) -> None:
     assert_gradients(again, gradients(subject.under_way), 1e-4)
 
 # %% ../../nbs/workshop/06_ecosystem_checks.ipynb #eco00019
-def mean_loss(adapter: Adapter, batch: dict) -> float: # nats a target token
-    with torch.no_grad(): return adapter.model(**heard(adapter, batch)).loss.item()
-
 def _train(adapter, batches, n_steps):
     "One task by transformers' Trainer, with the adapter's hooks."
-    tuner, lr = adapter.tuner, min(.02, training_defaults(adapter.name)["learning_rate"])
-    groups = (tuner.optimizer_groups(lr) if hasattr(tuner, "optimizer_groups")
-              else [p for p in adapter.model.parameters() if p.requires_grad])
     data = [{k: v[i] for k, v in heard(adapter, b).items()} for b in batches for i in range(8)]
     with tempfile.TemporaryDirectory() as folder:
         settings = transformers.TrainingArguments(
@@ -173,7 +167,7 @@ def _train(adapter, batches, n_steps):
             lr_scheduler_type="constant", remove_unused_columns=False, save_strategy="no",
             report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no")
         # the hooks act around this optimiser's steps
-        optimizer = torch.optim.AdamW(groups, lr=lr)
+        optimizer = optimizer_of(adapter)
         trainer = transformers.Trainer(
             adapter.model, settings, train_dataset=data, optimizers=(optimizer, None))
         trainer.remove_callback(transformers.PrinterCallback)
@@ -182,10 +176,10 @@ def _train(adapter, batches, n_steps):
             trainer.train()
 
 # %% ../../nbs/workshop/06_ecosystem_checks.ipynb #24c57797
-def check_trainer(subject: Subject, n_steps: int = 40) -> None:
+def check_trainer(subject: Subject) -> None:
     adapter, held = subject.fresh(), toy_rows(0, 32, 77)
     before = mean_loss(adapter, held)
-    _train(adapter, [toy_rows(0, 8, i) for i in range(4)], n_steps)
+    _train(adapter, [toy_rows(0, 8, i) for i in range(4)], 40)
     assert mean_loss(adapter, held) < before - .3, "the loss of held-out rows does not fall"
 
 # %% ../../nbs/workshop/06_ecosystem_checks.ipynb #eco00021

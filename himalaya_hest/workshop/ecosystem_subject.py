@@ -130,12 +130,11 @@ def by_hand(
     adapter: Adapter,
     rows: list[dict],
     pick: Callable, # logits (b, vocabulary) → tokens (b,)
-    n: int = 5, # tokens
-) -> torch.Tensor: # (b, n)
+) -> torch.Tensor: # (b, 5)
     "What generate does, as a loop."
     call, cache, out = heard(adapter, left_padded(rows)), None, []
     mask = call.pop("attention_mask")
-    for _ in range(n):
+    for _ in range(5):
         # positions count the tokens that are there, not the padding
         positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -call["input_ids"].shape[1]:]
         step = adapter.model(**call, attention_mask=mask, position_ids=positions,

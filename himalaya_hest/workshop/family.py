@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PEFT_METHODS', 'OF_ONE_PRESET', 'FAMILY', 'IDENTITY', 'BOUNDED', 'ROUNDED', 'EXCEPTIONS', 'ByteTokenizer', 'toy_rows',
-           'rows_of', 'prompts_of', 'attached', 'heard', 'logits_of', 'drive', 'kept_bytes', 'same', 'backbone_of',
-           'Expectations', 'family_faults']
+           'rows_of', 'prompts_of', 'attached', 'heard', 'logits_of', 'optimizer_of', 'drive', 'kept_bytes', 'same',
+           'backbone_of', 'Expectations', 'mean_loss', 'family_faults']
 
 # %% ../../nbs/workshop/01_family.ipynb #85ded6ed
 import copy
@@ -101,7 +101,7 @@ def logits_of(
     with torch.no_grad(): return adapter.model(**asked).logits
 
 # %% ../../nbs/workshop/01_family.ipynb #1693d00f
-def _optimizer(adapter):
+def optimizer_of(adapter: Adapter) -> torch.optim.Optimizer:
     "AdamW with the groups that a method asks for."
     lr, tuner = min(.02, training_defaults(adapter.name)["learning_rate"]), adapter.tuner
     groups = (tuner.optimizer_groups(lr) if hasattr(tuner, "optimizer_groups")
@@ -132,7 +132,7 @@ def drive(
     "Some steps of a task, with its hooks, as a run drives them."
     hooks, loader = adapter.hooks, [toy_rows(task, 8, i) for i in range(4)]
     if start == 0: hooks.on_task_start(TaskContext(f"task {task}", task, n_steps, loader))
-    optimizer = optimizer or _optimizer(adapter)
+    optimizer = optimizer or optimizer_of(adapter)
     adapter.model.train()
     # gates that are drawn are drawn alike, wherever the task was taken up
     for i in range(start, n_steps if finish else n_steps // 2):
@@ -277,7 +277,7 @@ def _use_faults(
     _expect_generation(expect, adapter, rows)
     padded = {k: nn.functional.pad(v, (3, 0), value=-100 if k == "labels" else 0)
               for k, v in rows.items()}
-    expect("loss with left padding", abs(_loss(adapter, padded) - _loss(adapter, rows)) < 1e-4)
+    expect("loss with left padding", abs(mean_loss(adapter, padded) - mean_loss(adapter, rows)) < 1e-4)
     # gradients are those of a task that is under way
     drive(adapter, 2, finish=False)
     plain, again = _gradients(adapter, False), _gradients(adapter, True)
@@ -288,7 +288,7 @@ def _use_faults(
     return expect.wrong
 
 # %% ../../nbs/workshop/01_family.ipynb #6c6dbf94
-def _loss(adapter, batch):
+def mean_loss(adapter: Adapter, batch: dict) -> float: # nats a target token
     with torch.no_grad(): return adapter.model(**heard(adapter, batch)).loss.item()
 
 def _gradients(adapter, checkpointing): # name → gradient

@@ -70,11 +70,10 @@ def ratio(
     a, # (n,) of n rounds
     b, # (n,) of the same rounds
     seed: int = 0, # of the resampling
-    draws: int = 4000,
 ) -> dict[str, float]: # median, low, high
     "Median over rounds of a / b, with the 95 % interval of a bootstrap over rounds."
     r = np.asarray(a, dtype=float) / np.asarray(b, dtype=float)
-    again = np.median(np.random.default_rng(seed).choice(r, (draws, len(r))), 1)
+    again = np.median(np.random.default_rng(seed).choice(r, (4000, len(r))), 1)
     low, high = np.percentile(again, [2.5, 97.5])
     return dict(median=float(np.median(r)), low=float(low), high=float(high))
 

@@ -78,6 +78,10 @@ def compared(
     return f"losses to three digits, counts exactly: the record is of {was}, this is {is_}"
 
 # %% ../../nbs/workshop/15_short_runs.ipynb #c5a2f996
+def _differing(old, new): # place → value
+    return [f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now"
+            for p in old | new if old.get(p) != new.get(p)]
+
 def _counted(groups):
     "What no rounding can move: numbers of bytes, and the tasks."
     kept = {g: groups[g] for g in ("tasks", "bytes", "kept_bytes") if g in groups}
@@ -89,12 +93,7 @@ def short_faults(
 ) -> list[str]: # sentences
     "What differs and should not."
     # the same machine: every value
-    if kept["machine"] == now["machine"]:
-        old, new = leaves(kept), leaves(now)
-        return [
-            f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now"
-            for p in {**old, **new} if old.get(p) != new.get(p)
-        ]
+    if kept["machine"] == now["machine"]: return _differing(leaves(kept), leaves(now))
     # another one: losses to three digits, and what was counted; int8 makes steps of last bits
     near = 3e-3 if "int8" in kept["method_versions"] else 1e-3
     far = [
@@ -102,11 +101,7 @@ def short_faults(
         for i, (a, b) in enumerate(zip(kept["losses"], now["losses"]))
         if not math.isclose(a, b, rel_tol=near)
     ]
-    old, new = _counted(kept), _counted(now)
-    return far + [
-        f"{p}: {old.get(p)!r} kept, {new.get(p)!r} now"
-        for p in {**old, **new} if old.get(p) != new.get(p)
-    ]
+    return far + _differing(_counted(kept), _counted(now))
 
 # %% ../../nbs/workshop/15_short_runs.ipynb #cd8433bd
 def renewed(
