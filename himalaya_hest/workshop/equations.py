@@ -30,17 +30,15 @@ def file_of(module: str, folder: Path = PACKAGE) -> Path:
     return folder/f"{module.replace('.', '/')}.py"
 
 # %% ../../nbs/workshop/12_equations.ipynb #36a583d5
-def method_modules(
-    folder: Path = PACKAGE, # of exported modules
-) -> tuple: # names, by the number of their notebook
+def method_modules() -> tuple: # names, by the number of their notebook
     """The plain torch of the method: the floor `himalaya`, the shell apart, with the linear
     algebra, the quantisation and the reading of prompts that it stands on."""
     def notebook(path):
         made_by = r"File to edit: (?:\.\./)+nbs/[\w/]*?(\w+)\.ipynb"
         return re.search(made_by, path.read_text(encoding="utf-8"))
     # a floor's first page gives names and computes nothing
-    rooms = [p for p in folder.glob("himalaya/**/*.py") if p.stem != "__init__"]
-    place = {".".join(p.relative_to(folder).with_suffix("").parts): m[1]
+    rooms = [p for p in PACKAGE.glob("himalaya/**/*.py") if p.stem != "__init__"]
+    place = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): m[1]
              for p in rooms if (m := notebook(p))}
     return (
         "ground.linalg",
@@ -52,12 +50,11 @@ def method_modules(
 # %% ../../nbs/workshop/12_equations.ipynb #ca0d4b23
 def module_and_path(
     name: str, # a function of the package, such as bridge.update.Update.apply
-    folder: Path = PACKAGE,
 ) -> tuple[str, list[str]]: # the module, and the way to the function inside it
     "Where the module's name ends; `ModuleNotFoundError` if there is none."
     parts = name.split(".")
     for i in range(len(parts) - 1, 0, -1):
-        if file_of(".".join(parts[:i]), folder).exists(): return ".".join(parts[:i]), parts[i:]
+        if file_of(".".join(parts[:i])).exists(): return ".".join(parts[:i]), parts[i:]
     raise ModuleNotFoundError(f"{name} is in no module of the package")
 
 # %% ../../nbs/workshop/12_equations.ipynb #5e1fec56
@@ -94,6 +91,10 @@ def load_equations(
 # %% ../../nbs/workshop/12_equations.ipynb #0b81ae0a
 FORMULA = re.compile(r"[=←↦√∂∇‖⊙∘≈ᵀ²⁻Σ∏α-ωΑ-Ω]")
 
+def _class_of(function): # empty: it is patched into none
+    patched = any("patch" in ast.unparse(d) for d in function.decorator_list)
+    return ast.unparse(function.args.args[0].annotation) if patched else ""
+
 def exported(
     module: str, # name within the package
     folder: Path = PACKAGE, # of the modules
@@ -115,11 +116,9 @@ def exported(
         for m in n.body if isinstance(m, ast.FunctionDef)
     }
     # a class that grows from cell to cell has methods outside of it
-    patched = {
-        f"{n.args.args[0].annotation.id}.{n.name}": n for n in tree.body
-        if isinstance(n, ast.FunctionDef) and any("patch" in ast.unparse(d) for d in n.decorator_list)
-    }
-    return nodes | methods | {name: n for name, n in patched.items() if name.split(".")[0] in nodes}
+    patched = {f"{c}.{n.name}": n for n in tree.body
+               if isinstance(n, ast.FunctionDef) and (c := _class_of(n)) in nodes}
+    return nodes | methods | patched
 
 # %% ../../nbs/workshop/12_equations.ipynb #4a518205
 def with_formula(
@@ -165,37 +164,25 @@ def users(
     """Functions, methods and subclasses that use a name; `forward` and `__init__` stand for their
     class."""
     def uses(node): return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
-    nodes, found = [
-        n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name != name
-    ], set()
-    # a method that is patched in goes by its class, as those inside it do
-    def name_of(f):
-        of = (
-            f.args.args[0].annotation
-            if any("patch" in ast.unparse(d) for d in f.decorator_list)
-            else None
-        )
-        return f.name if of is None else ast.unparse(of)
-    for n in nodes:
-        if isinstance(n, ast.FunctionDef): found |= {name_of(n)} if uses(n) else set()
+    found = set()
+    for n in (n for n in tree.body if uses(n) and getattr(n, "name", name) != name):
+        # a method that is patched in goes by its class
+        if isinstance(n, ast.FunctionDef): found.add(_class_of(n) or n.name)
         else:
-            found |= {
-                n.name if m.name in ("forward", "__init__") else m.name
-                for m in n.body
-                if isinstance(m, ast.FunctionDef) and uses(m)
-            } | ({n.name} if any(map(uses, n.bases)) else set())
+            inside = [m.name for m in n.body if isinstance(m, ast.FunctionDef) and uses(m)]
+            found |= {n.name if m in ("forward", "__init__") else m for m in inside}
+            if any(map(uses, n.bases)): found.add(n.name)
     return found
 
 # %% ../../nbs/workshop/12_equations.ipynb #bb354813
 def doors(
     name: str, # module.name, or module.Class.name
-    folder: Path = PACKAGE,
 ) -> set[str]: # bare names
     """The last part of a function's name, the names that use it in its own module, those that use
     them, and so on."""
-    module, path = module_and_path(name, folder)
+    module, path = module_and_path(name)
     if len(path) > 1: return {path[-1]}
-    tree = ast.parse(file_of(module, folder).read_text(encoding="utf-8"))
+    tree = ast.parse(file_of(module).read_text(encoding="utf-8"))
     found, new = set(), {path[0]}
     while new: found, new = found | new, {u for n in new for u in users(n, tree)} - found - new
     return found

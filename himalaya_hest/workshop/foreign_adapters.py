@@ -298,7 +298,6 @@ def fuzz(
     methods: list[tuple[str, str]], # names and presets
     n: int, # damaged adapters, spread over the methods
     seed: int = 0,
-    mb: float = 64., # by which the process may grow over one of them
 ) -> tuple[Counter, list[str]]: # (way, record, outcome) → how many; faults
     "Save an adapter of each method, damage it again and again, and load what came out."
     counts, faults = Counter(), []
@@ -314,9 +313,9 @@ def fuzz(
             way, how, out, grown = _attempt(whole, Path(d)/"damaged", seed + i, door)
             right = out in ("refused", "same", "other")
             counts[way, how, out if right else "fault"] += 1
-            if not right or grown > mb:
+            if not right or grown > 64:
                 faults.append(f"{seed + i} {whole.name}, {way}, record {how}, {called}: "
-                              f"{out[:300]}" + f", {grown:.0f} MB" * (grown > mb))
+                              f"{out[:300]}" + f", {grown:.0f} MB" * (grown > 64))
     return counts, faults
 
 # %% ../../nbs/workshop/02_foreign_adapters.ipynb #3b853f40

@@ -166,14 +166,12 @@ def rival(
 # %% ../../nbs/workshop/03_peft_subjects.ipynb #3dabbad1
 def lora_kin(
     config: str, # "module:Class"
-    decoder: bool = False,
 ) -> Subject:
     "A method that is PEFT's LoRA with something beside it."
     def fields(modules, **more): return dict(r=4, target_modules=modules) | more
     fresh = [fields([m], init_lora_weights=False) for m in ("lin0", "lin1")]
-    return Subject(config, _custom_cases(fields), _pairs(*fresh),
-                   [fields(None, task_type="CAUSAL_LM")] if decoder else [],
-                   token_ids=False, random_start="init_lora_weights")
+    return Subject(config, _custom_cases(fields), _pairs(*fresh), decoder=[], token_ids=False,
+                   random_start="init_lora_weights")
 
 # %% ../../nbs/workshop/03_peft_subjects.ipynb #17d24302
 def _of(name): return f"himalaya_hest.adapters.{name}Config"
