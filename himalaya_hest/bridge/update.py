@@ -70,7 +70,8 @@ def check_routed(site: int, x: Tensor, v: Tensor) -> None:
     raise ValueError(
         f"site {site} got an input of shape {tuple(x.shape)}, but "
         f"{' × '.join(map(str, v.shape[:-1]))} {'sequences' if v.dim() == 2 else 'tokens'} were "
-        "routed; expected (batch, tokens, width)"
+        "routed; expected (batch, tokens, width): leave modules that get their rows in another form, "
+        "as those of OPT's MLP do, out of target_modules"
     )
 
 # %% ../../nbs/bridge/12_update.ipynb #836384ca

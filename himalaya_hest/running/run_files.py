@@ -201,10 +201,12 @@ def read_arguments(
     arguments: list, # run files, laid over one another, and name=value with dots for nested ones
 ) -> dict: # parameters
     """The parameters that a command line names, those of files first, whatever their order; nothing
-    behind the = is an empty text, `null` is None."""
+    behind the = is an empty text, `null` is None. `ValueError` for one that is named twice."""
     # a shell's slips are told before a file is looked for
     check_words(arguments)
-    out = {}
+    out, named = {}, [a.partition("=")[0] for a in arguments if "=" in a]
+    if twice := [n for n in named if named.count(n) > 1]:
+        raise ValueError(f"{twice[0]} is given {named.count(twice[0])} times, expected once")
     for path in (a for a in arguments if "=" not in a):
         for name, value in _read(path).items():
             laid = isinstance(value, dict) and isinstance(out.get(name), dict)
