@@ -204,19 +204,23 @@ def read_arguments(
     behind the = is an empty text, `null` is None. `ValueError` for one that is named twice."""
     # a shell's slips are told before a file is looked for
     check_words(arguments)
-    out, named = {}, [a.partition("=")[0] for a in arguments if "=" in a]
-    if twice := [n for n in named if named.count(n) > 1]:
-        raise ValueError(f"{twice[0]} is given {named.count(twice[0])} times, expected once")
+    _check_once([a.partition("=")[0] for a in arguments if "=" in a])
+    out = {}
     for path in (a for a in arguments if "=" not in a):
         for name, value in _read(path).items():
             laid = isinstance(value, dict) and isinstance(out.get(name), dict)
             out[name] = out[name] | value if laid else value
+    # what is named by itself lies over the files
     for name, _, text in (a.partition("=") for a in arguments if "=" in a):
         value = _value_of(name, text)
         group, dot, _ = name.partition(".")
         if dot: _into_group(group, name, value, out)
         else: out[name] = value
     return out
+
+def _check_once(names):
+    if twice := [n for n in names if names.count(n) > 1]:
+        raise ValueError(f"{twice[0]} is given {names.count(twice[0])} times, expected once")
 
 # %% ../../nbs/running/06_run_files.ipynb #5482941f
 def _is_mistake(error):
