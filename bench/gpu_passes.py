@@ -92,12 +92,12 @@ def answers(meter, a):
                 if w not in (INT8, INT8_PASSES)} # their products are a CPU's
         measured(asked, run, model, (TASK, 0), ways, (None, None), place/"rows.jsonl")
         of = summary(asked, run, Path(folder))
-        given = asked_of(run, TASK)
-        prompts = [torch.tensor([r["input_ids"]], device=a.device)
-                   for r in given.prompts[:a.prompts]]
-        n = min(a.new_tokens, given.max_new_tokens)
+        task = asked_of(run, TASK)
+        n = min(a.new_tokens, task.max_new_tokens)
+        prompts = [torch.tensor([row["input_ids"]], device=a.device)
+                   for row in task.prompts[:a.prompts]]
         def all_by(way):
-            for ids in prompts: timed(model, ids, n, run.tokenizer, given.stop, way)
+            for ids in prompts: timed(model, ids, n, run.tokenizer, task.stop, way)
         works = {w: partial(all_by, ways[w]) for w in (PLAIN, LOOKUP, RULE, PASSES)}
         joules = told_joules(meter, works, a)
     return dict(model=Path(a.model).name, dtype="bfloat16", pass_costs=asdict(costs), tasks=of,

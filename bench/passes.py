@@ -353,8 +353,9 @@ def measured(a, run, model, part, ways, others, file):
         prompt, found = prompts[k]["input_ids"], {}
         for w in dice.sample(arms, len(arms)):
             with held_so(model, w, *others) as held:
-                found[w] = dict(zip(("s", "prompt_s", "text", "told"), timed(held,
-                    torch.tensor([prompt], device=held.device), *(endless if w == NO_END else capped), ways[w])))
+                ids = torch.tensor([prompt], device=held.device)
+                found[w] = dict(zip(("s", "prompt_s", "text", "told"), timed(
+                    held, ids, *(endless if w == NO_END else capped), ways[w])))
         # nothing is counted at the first prompt of a process
         if first: continue
         # what comes behind the end is paid, and no answer
