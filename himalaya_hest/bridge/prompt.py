@@ -59,11 +59,11 @@ def before_target(
 
 def _fit_mask(mask, attended, what):
     if mask is None: return None
-    b, n = attended.shape
+    mask, (b, n) = torch.as_tensor(mask, device=attended.device), attended.shape
     if mask.dim() != 2 or mask.shape[1] > n or b % mask.shape[0]:
         raise ValueError(f"{what} has shape {tuple(mask.shape)}, the tokens {b, n}; "
                          "expected (batch, tokens) as for input_ids")
-    mask = mask.to(attended.device).bool().repeat_interleave(b // mask.shape[0], 0)
+    mask = mask.bool().repeat_interleave(b // mask.shape[0], 0)
     return nn.functional.pad(mask, (0, n - mask.shape[1])) & attended
 
 # %% ../../nbs/bridge/04_prompt.ipynb #05f888aa

@@ -73,6 +73,10 @@ def check_scope(config: GatedConfig) -> None:
     for name in ("r", "temperature", "init_std"):
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+    rate = config.controller_learning_rate
+    if not (rate is None or isinstance(rate, (int, float)) and rate > 0):
+        raise ValueError(f"controller_learning_rate is {rate!r}; expected a positive number, or None "
+                         "for the rate of everything else")
     if not 0 <= config.cost_int8 <= 1:
         raise ValueError(
             f"cost_int8 is {config.cost_int8}; expected a share of the cost in fp, from 0 to 1"
