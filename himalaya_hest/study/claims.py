@@ -131,9 +131,14 @@ def changed_table(
     def told(f): return "–" if f is None else f"{f.here}, {shown_figure(f)[0]}"
     then = {p["claim"]: Finding(**p) for p in before}
     there = {f.claim: f for f in real}
-    rows = [[f.part, f.claim, told(then.get(f.claim)), told(f), told(there.get(f.claim))]
+    def changed(f):
+        if (b := then.get(f.claim)) is None: return "asked anew"
+        of = dict(here="mini world", founding="founding scale")
+        return ", ".join(t for k, t in of.items() if getattr(b, k) != getattr(f, k)) or "no"
+    rows = [[f.part, f.claim, told(then.get(f.claim)), told(f), changed(f), told(there.get(f.claim))]
             for f in found]
-    columns = ["part", "claim", "mini world, in slots", "mini world, today", "SmolLM2, ten tasks"]
+    columns = ["part", "claim", "mini world, in slots", "mini world, today", "verdict changed",
+               "SmolLM2, ten tasks"]
     return Table("Verdicts before the form of today, today, and on a real model", columns, rows)
 
 # %% ../../nbs/study/08_claims.ipynb #55547817
