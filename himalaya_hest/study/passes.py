@@ -183,14 +183,16 @@ def earned_told(
     n = sum(ruled(r["low"], r["high"], LESS) == HOLDS for r in ratios)
     word = "earns its place on all" if n == len(arms) else f"earns its place on {n}" if n else (
         "does not earn its place on any")
-    # a record a model and type, or a task of it
-    told = "; ".join(
-        f"{name} ({r['model']}, {r['dtype']}) {with_interval(x, '.3f')}, {_change(x)}"
-        for (name, r, _), x in zip(arms, ratios))
+    # a record is of a model and type, or of a task of these
+    told = {}
+    for (name, r, _), x in zip(arms, ratios):
+        told.setdefault(f"{r['model']} in {r['dtype']}", []).append(
+            f"{with_interval(x, '.3f')} on {name} ({_change(x)})")
+    found = "; ".join(f"{held}: {', '.join(of)}" for held, of in told.items())
     none = "" if any(_in_eight_bits(of) for *_, of in arms) else (
         " In eight bits no fixed rule was measured, so nothing is said of them.")
     return (f"Does the controller earn its place? By measured time **the controller of drafts {word} "
-            f"of {len(arms)} task{'s' * (len(arms) > 1)}**. What a token takes of the best fixed rule's time: {told}. "
+            f"of {len(arms)} task{'s' * (len(arms) > 1)}**. What a token takes of the best fixed rule's time, {found}. "
             f"Asked for is at most {LESS:g}, by the upper end of the interval.{none}")
 
 # %% ../../nbs/study/22_passes.ipynb #f0e9af6e
