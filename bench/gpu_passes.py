@@ -12,9 +12,11 @@ bootstrap over rounds. Where there is a counter of energy, Joules of passes over
 tokens, in windows of 5 s and more in turns.
 
 Answers are those of passes.py to the first --prompts validation articles of cnn_dailymail in the
-folder, on the bare backbone: its arms but for those in eight bits, whose products are a CPU's, with
-costs, rules and a controller that are found on this device. Joules are of plain generation, lookup,
-the rule and the controller, all prompts a window.
+folder, on the bare backbone and at one seed, with costs, rules and a controller that are found on
+this device. Of its arms those in eight bits are left out, whose products are a CPU's, the mask of
+blocks and HEST, which are trained there, and the fixed rule with another task's table, since there
+is one task; all others answer all prompts. Joules are of plain generation, lookup, the rule and the
+controller, all prompts a window.
 """
 import argparse
 import random

@@ -73,6 +73,7 @@ def check_scope(config: GatedConfig) -> None:
     for name in ("r", "temperature", "init_std"):
         if not getattr(config, name) > 0:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+    # None stands for the rate of everything else
     rate = config.controller_learning_rate
     if not (rate is None or isinstance(rate, (int, float)) and rate > 0):
         raise ValueError(f"controller_learning_rate is {rate!r}; expected a positive number, or None "

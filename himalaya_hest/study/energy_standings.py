@@ -47,25 +47,33 @@ def _token_ms(runs, percentile):
     return float(np.median(found)) if found else None
 
 # %% ../../nbs/study/01_energy_standings.ipynb #8f709683
+def _a_right_one(runs): # mJ of all answers over the number of right ones
+    right = mean_of(runs, "accuracy")
+    return 1e3 * mean_of(runs, "mean_joules_per_sample") / right if right else None
+
 def _row(name, runs, score):
-    mean = partial(mean_of, runs)
+    mean, summaries = partial(mean_of, runs), score == "rougeL"
     # as the columns of `energy_table`
     return [
         name, run_role(next(iter(runs.values()))), len(runs), mean(score),
-        *bca_interval(column(runs, score)), *([mean("rougeLsum")] if score == "rougeL" else []),
-        1e3 * mean("mean_joules_per_sample"), known_mean(map(expected_share, runs.values())),
+        *bca_interval(column(runs, score)), *([mean("rougeLsum")] if summaries else []),
+        1e3 * mean("mean_joules_per_sample"), *([] if summaries else [_a_right_one(runs)]),
+        known_mean(map(expected_share, runs.values())),
         *(mean(k) for k in MEANS), *(mean(k, np.max) for k in MAXIMA),
         *(mean(k, np.median) for k in MEDIANS), *(_token_ms(runs, q) for q in ("p50", "p99")),
         int(mean("controller_parameters", np.max)), mean("adapter_mb", np.max),
     ]
 
+# %% ../../nbs/study/01_energy_standings.ipynb #18c6dd71
 def _columns(score, kind):
     "In the order of the values in `_row`."
     said = ENERGY_COLUMNS
     return [
         "method", "role", "n", said[score], "95 % from", "to",
         *([said["rougeLsum"]] if score == "rougeL" else []), said[f"{kind}_mj"],
-        "expected in training", *(said[k] for k in MEANS), *MAXIMA.values(),
+        # ROUGE-L calls no answer right or wrong
+        *(["mJ a correct answer"] if score == "accuracy" else []), "expected in training",
+        *(said[k] for k in MEANS), *MAXIMA.values(),
         *(said[k] for k in MEDIANS), "token p50 (ms)", "token p99 (ms)",
         *(said[k] for k in SIZES),
     ]
