@@ -9,18 +9,19 @@ import json
 
 from claims_before import checkout, write_before
 from himalaya_hest.compare.questions import task_groups
+from himalaya_hest.compare.standings import group_scores
 
 
 def told(path):
     r = json.loads(path.read_text(encoding="utf-8"))
-    c, s, last = r["config"], r["summary"], dict(zip(r["tasks"], r["matrix"][-1]))
+    c, s = r["config"], r["summary"]
     return dict(
         instructions=c["instructions"], seed=c["seed"], order_seed=c["order_seed"],
         world=r["world"].get("base_digest", r["world"]["digest"]), # with own instructions
         code=r["code_version"]["git"], adapter_config=c["adapter_config"],
         learning_rate=c["training"]["learning_rate"], auc=s["retained_accuracy_auc"],
         final=s["average_accuracy"], forgotten=s["average_forgetting"],
-        groups={g: sum(last[n] for n in names) / len(names) for g, names in task_groups(r).items()})
+        groups={g: group_scores(r, names)["final"] for g, names in task_groups(r).items()})
 
 
 def main():

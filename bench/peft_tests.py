@@ -8,7 +8,6 @@ in a process of their own, --workers at once.
 """
 import argparse
 import tempfile
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,16 +15,17 @@ import peft
 
 from himalaya_hest.workshop.measuring import called, circumstances, write_record
 from himalaya_hest.workshop.peft_subjects import SUBJECTS, find_subject
-from himalaya_hest.workshop.peft_suite import download_sdist, explain, faults, run_subject
+from himalaya_hest.workshop.peft_suite import (
+    download_sdist, faults, run_subject, skip_reasons)
 
 
 def told(name, source):
     subject, outcome = find_subject(name), run_subject(name, source, show=False)
-    skipped = Counter(explain(why, subject) or why for _, why in outcome.skipped)
     print(f"{name}: {len(outcome.passed)} passed, {len(outcome.failed)} failed", flush=True)
     return dict(passed=len(outcome.passed), failed=[n for n, _ in outcome.failed],
-                skipped=dict(skipped.most_common()), left_out=outcome.left_out,
-                faults=faults(outcome, subject), seconds=round(outcome.seconds, 1))
+                skipped=dict(skip_reasons(outcome, subject).most_common()),
+                left_out=outcome.left_out, faults=faults(outcome, subject),
+                seconds=round(outcome.seconds, 1))
 
 
 def main():

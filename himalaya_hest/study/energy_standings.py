@@ -52,12 +52,12 @@ def _a_right_one(runs): # mJ of all answers over the number of right ones
     return 1e3 * mean_of(runs, "mean_joules_per_sample") / right if right else None
 
 def _row(name, runs, score):
-    mean, summaries = partial(mean_of, runs), score == "rougeL"
+    mean = partial(mean_of, runs)
     # as the columns of `energy_table`
     return [
         name, run_role(next(iter(runs.values()))), len(runs), mean(score),
-        *bca_interval(column(runs, score)), *([mean("rougeLsum")] if summaries else []),
-        1e3 * mean("mean_joules_per_sample"), *([] if summaries else [_a_right_one(runs)]),
+        *bca_interval(column(runs, score)), *([mean("rougeLsum")] if score == "rougeL" else []),
+        1e3 * mean("mean_joules_per_sample"), *([_a_right_one(runs)] if score == "accuracy" else []),
         known_mean(map(expected_share, runs.values())),
         *(mean(k) for k in MEANS), *(mean(k, np.max) for k in MAXIMA),
         *(mean(k, np.median) for k in MEDIANS), *(_token_ms(runs, q) for q in ("p50", "p99")),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LIMIT_MB', 'WORLDS', 'PICTURE', 'ALIKE', 'score_after', 'mb_after', 'family_of', 'growth_points', 'growth_chart',
-           'growth_table', 'growth_worlds', 'write_picture', 'main', 'by_twin', 'thousand_table']
+           'growth_table', 'growth_worlds', 'write_picture', 'main', 'by_twin', 'most_mb', 'thousand_table']
 
 # %% ../../nbs/study/21_growth.ipynb #be0874de
 import sys
@@ -203,6 +203,12 @@ def by_twin(record: dict) -> dict[str, float]: # twin → mean score of its task
 # twins whose variants answer for one another, since their answers are judged by value
 ALIKE = ("mbpp",)
 
+def most_mb(
+    records: list[dict],
+) -> float: # MB
+    "Most memory that the process of a run took, of all of them."
+    return max(r["summary"]["peak_memory_mb"] for r in records)
+
 def thousand_table(
     records: list[dict], # of streams of the mini world
 ) -> Table:
@@ -223,5 +229,5 @@ def thousand_table(
             *(float(np.mean([end(found.values()) for found in twins])) for end in (min, max)),
             *mb_after(runs[0], (len(runs[0]["tasks"]),)).values(),
             mean(lambda r: r["summary"]["wall_s"] / 60),
-            max(r["summary"]["peak_memory_mb"] for r in runs)])
+            most_mb(runs)])
     return Table("", columns, sorted(rows, key=lambda r: -r[3]))

@@ -65,6 +65,9 @@ _ARMS = {"plain, Transformers' attention": "plain, Transformers' attention",
          "plain, int8 (W8A8)": "plain, int8", "prompt_lookup_num_tokens": "lookup",
          "fixed rule": "fixed rule", "passes": "passes", "passes, int8 (W8A8)": "passes, int8"}
 
+def _all_tasks(records): # name, what is known of it
+    return (x for record in records for x in record["tasks"].items())
+
 def passes_overview(
     records: list[dict], # of `bench/passes.py`
 ) -> Table: # a row a task
@@ -77,7 +80,7 @@ def passes_overview(
     return Table("A token's time over plain generation's (passes, int8: of the first prompts alone)",
                  ["task", "prompts", "seeds", "tokens of a prompt", *_ARMS.values(),
                   "passes, of Transformers'", "same text"],
-                 [row(*x) for record in records for x in record["tasks"].items()])
+                 [row(*x) for x in _all_tasks(records)])
 
 # %% ../../nbs/study/22_passes.ipynb #c1acd980
 def _a_token_s(arm):
@@ -102,7 +105,7 @@ def seeds_table(
     records: list[dict], # of `bench/passes.py`
 ) -> Table: # a row a task
     "The controller's time over the best fixed rule's, for each training seed."
-    tasks = [x for record in records for x in record["tasks"].items()]
+    tasks = [*_all_tasks(records)]
     n = max(of["seeds"] for _, of in tasks)
     # tasks may have been measured with unlike numbers of seeds
     def row(name, of):
@@ -141,7 +144,7 @@ def leniency_told(
 ) -> str: # a sentence
     "The tasks on which lossy answers cost more, at every ε, than any seed had learned."
     told = []
-    for name, of in (x for record in records for x in record["tasks"].items()):
+    for name, of in _all_tasks(records):
         spent = [r["spent"] / r["plain"] for n, r in of["arms"].items() if n.startswith("lossy")]
         learned = [cost for costs in of["cost_by_leniency"] for cost in costs.values()]
         if spent and min(spent) > max(learned):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SUITES', 'NEVER', 'PEFT_SKIPS', 'download_sdist', 'take_tests', 'started', 'own_cases', 'renamed', 'swap',
-           'mark_skips', 'Outcome', 'read_report', 'run_subject', 'explain', 'faults', 'summary', 'read_arguments',
-           'main']
+           'mark_skips', 'Outcome', 'read_report', 'run_subject', 'explain', 'faults', 'skip_reasons', 'summary',
+           'read_arguments', 'main']
 
 # %% ../../nbs/workshop/05_peft_suite.ipynb #9335e67f
 import argparse
@@ -325,14 +325,20 @@ def faults(
     return out if outcome.passed else [*out, "no test passed"]
 
 # %% ../../nbs/workshop/05_peft_suite.ipynb #37477c91
+def skip_reasons(
+    outcome: Outcome,
+    subject: Subject,
+) -> Counter: # reason → tests
+    "Why tests were skipped, in our words."
+    return Counter(explain(m, subject) or f"NOT EXPLAINED: {m}" for _, m in outcome.skipped)
+
 def summary(
     name: str, # of the subject
     outcome: Outcome,
     subject: Subject,
 ) -> str: # lines
     "Counts, and a table of the skips by reason."
-    reasons = Counter(
-        explain(m, subject) or f"NOT EXPLAINED: {m}" for _, m in outcome.skipped)
+    reasons = skip_reasons(outcome, subject)
     head = (
         f"{name} on the tests of PEFT {peft.__version__}: {len(outcome.passed)} passed, "
         f"{len(outcome.failed)} failed, {len(outcome.skipped)} skipped, {outcome.seconds:.0f} s; "
