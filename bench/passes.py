@@ -94,9 +94,8 @@ IN_ORDER = [*BESIDE, PASSES, *RULES, OTHER, SHIPPED, AS_IT_COMES, *LOSSY, FLOAT3
 WIDTHS, UNBOUNDED = range(1, 7), 1e9
 
 
-def references(data):
-    "Token ids of a task's training answers, each behind the last three tokens of its prompt."
-    rows = data.train.to_list()
+def references(rows):
+    "Token ids of training answers, each behind the last three tokens of its prompt."
     return [[i for i, l in zip(r["input_ids"], r["labels"]) if l == -100][-3:]
         + [l for l in r["labels"] if l != -100] for r in rows]
 
@@ -500,7 +499,7 @@ def main():
         costs_int8 = costs_kept(work/"costs_int8.json", model, in_eight_bits)
         told = dict(model=Path(run.config.model).name, dtype=dtype, steps=a.steps,
             new_tokens=a.new_tokens, pass_costs=asdict(costs))
-        tables = {n: learn_table(references(run.data[n])) for n in run.order}
+        tables = {n: learn_table(references(run.data[n].train.to_list())) for n in run.order}
         bare = {n: p.clone() for n, p in tuned_part(model).items()}
         names = [] if a.again else [a.only] if a.only else run.order
         # the last seed has all arms: a study that ends early has some rows of each

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from .acceptance import Acceptance, chosen_draft
 from .drafts import AnswerTable, both_guesses, Lookup
+from .mean_budget import MeanBudget
 from .pass_budget import Spending
 
 # %% ../../nbs/hest/18b_drafter.ipynb #dd7d2923
@@ -32,6 +33,7 @@ class Drafted:
     spent: float = 0. # cost of all after that
     plain: float = 0. # what plain generation spends on the same tokens after that
     narrowed: int = 0 # passes that could have been wider, but for the budget
+    epsilon: float = 1. # at the end: how likely a draft must be, over the likeliest token
     stopped: str = "" # "budget" where a cap ended the last answer
     joules: float | None = None # that a counter read meanwhile; None: there is none
     @property
@@ -52,11 +54,12 @@ def __repr__(self: Drafted):
     if not self.passes: return "nothing was generated"
     stood = f"{self.accepted_share:.0%}" if self.drafted else "none"
     bound = f", narrowed by the budget {self.narrowed} times" if self.narrowed else ""
+    lenient = f", ε = {self.epsilon:.2g} at the end" if self.epsilon < 1 else ""
     read = "" if self.joules is None else f", {self.joules:.3g} J"
     return (
         f"{self.tokens} tokens in {self.passes} passes, {self.tokens_per_pass:.2f} a pass; of "
         f"{self.drafted} drafted tokens {stood} stood; {self.share:.2f} of plain generation's cost, "
-        f"{self.whole_share:.2f} with the prompts{bound}{read}")
+        f"{self.whole_share:.2f} with the prompts{bound}{lenient}{read}")
 
 # %% ../../nbs/hest/18b_drafter.ipynb #a228f401
 @patch
@@ -64,9 +67,9 @@ def add(self: Drafted,
     more: Drafted, # of one call
 ) -> None:
     "One call more."
-    for name in (f.name for f in fields(self) if f.name not in ("stopped", "joules")):
+    for name in (f.name for f in fields(self) if f.name not in ("stopped", "joules", "epsilon")):
         setattr(self, name, getattr(self, name) + getattr(more, name))
-    self.stopped = more.stopped
+    self.stopped, self.epsilon = more.stopped, more.epsilon
     if more.joules is not None: self.joules = (self.joules or 0.) + more.joules
 
 # %% ../../nbs/hest/18b_drafter.ipynb #8d8f53b0
@@ -76,7 +79,7 @@ class Drafting:
     table: AnswerTable | None # of training answers; None: drafts are copies alone
     acceptance: Acceptance
     spending: Spending # of an answer before its prompt is read
-    epsilon: float = 1. # least probability of a draft that stands, over that of the likeliest token
+    mean: MeanBudget | None = None # of all answers; None: no draft stands but the likeliest token
 
 # %% ../../nbs/hest/18b_drafter.ipynb #7017a6df
 def two_largest(
@@ -135,11 +138,14 @@ def next_guess(self: Drafter,
 # %% ../../nbs/hest/18b_drafter.ipynb #66043ce0
 @patch
 def update_candidate_strategy(self: Drafter, input_ids, scores, num_matches): # after each pass
-    n, told, answer = int(num_matches), self.told, self.answer
+    n, told, answer, mean = int(num_matches), self.told, self.answer, self.drafting.mean
     self.sure = two_largest(scores[0, n])
     told.accepted += n; told.tokens += n + 1
     # the prompt's pass is not paid here, and its token earns nothing
     if told.passes > 1: answer.earn(n + 1)
+    if mean is not None:
+        mean.pay(answer.spent - told.spent, answer.earned - int(told.plain))
+        told.epsilon = mean.epsilon
     told.spent, told.plain = answer.spent, float(answer.earned)
 
 # %% ../../nbs/hest/18b_drafter.ipynb #cbfeaa13
@@ -150,7 +156,7 @@ class Lenient(LogitsProcessor):
         of, behind = self.drafter, input_ids.shape[1] - len(self.drafter.text.ids)
         if behind >= len(of.guess): return scores
         token, best = of.guess[behind], scores.max()
-        if scores[0, token] < best + log(of.drafting.epsilon): return scores
+        if scores[0, token] < best + log(of.drafting.mean.epsilon): return scores
         scores = scores.clone()
         scores[0, token] = best + 1
         return scores

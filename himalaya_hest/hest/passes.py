@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REFUSED', 'all_asked', 'check_asked', 'unwrapped', 'language_model', 'in_place_of', 'fewer_passes', 'check_drafting',
-           'drafting_for', 'leniency_for']
+           'drafting_for']
 
 # %% ../../nbs/hest/19_passes.ipynb #380ab779
 import contextlib
@@ -24,6 +24,7 @@ from .acceptance import Acceptance, shipped_acceptance
 from .asked import by_name
 from .drafter import cut_at, Drafted, Drafter, Drafting, Ends, Lenient
 from .drafts import AnswerTable
+from .mean_budget import mean_budget
 from .pass_budget import PassCosts, SHIPPED_COSTS, Spending
 
 # %% ../../nbs/hest/19_passes.ipynb #32cb838f
@@ -101,7 +102,7 @@ def _drafter_for(generation_config, input_ids, *args, logits_processor=None, **k
     ends = [] if ends is None else ends.tolist()
     drafter = call.drafter = Drafter(
         input_ids, call.drafting, generation_config.max_length, ends)
-    if call.drafting.epsilon < 1: logits_processor.append(Lenient(drafter))
+    if call.drafting.mean is not None: logits_processor.append(Lenient(drafter))
     return drafter
 
 # %% ../../nbs/hest/19_passes.ipynb #7f2430e3
@@ -133,6 +134,7 @@ def _counted(out, ends, told): # an answer as it was asked for, with what it cos
         one.tokens -= more; one.accepted -= more
         # plain generation would not have said it either
         one.plain -= min(more, one.plain)
+        if (mean := ends.drafting.mean) is not None: mean.pay(0., -more)
         out = cut_at(out, ends.end, n_prompt)
     if isinstance(out, ModelOutput): out.energy = one
     told.add(one)
@@ -182,21 +184,23 @@ def fewer_passes(
 ) -> Iterator[Drafted]:
     """Generate with fewer passes, one prompt at a time, until the block ends. Where a call returns a
     dictionary, `energy` of it is what that call cost. `generate(energy_budget=...)` has a budget of
-    its own, of HEST's gates where the model has them. `ValueError` for what this road cannot do as
+    its own, of HEST's gates where the model has them. A budget below 1 is held in the mean over all
+    answers that it is given for in the block. `ValueError` for what this road cannot do as
     plain generation does, for a budget below 1 without `lossy`, and within another block of the same
     model."""
     inner, told = language_model(model), Drafted()
     if not isinstance(costs, PassCosts): costs = PassCosts((tuple(costs),))
     check_drafting(inner, table)
+    found, plain = {}, inner.generate # budget → how it is kept, by all calls; the model's own
     made = partial(drafting_for, table=table, acceptance=acceptance or shipped_acceptance(),
                    costs=costs, credit=credit, cap=cap, lossy=lossy)
-    drafting, plain = made(energy_budget), inner.generate # the model's own
+    drafting = found[energy_budget] = made(energy_budget)
     def generate(*args, **kwargs):
         own = (kwargs := by_name(args, kwargs)).pop("energy_budget", None)
-        of = drafting if own is None else made(own)
+        of = drafting if own is None else found.setdefault((of := made(own)).spending.energy_budget, of)
         # what a call asks stands in three places
         asked = all_asked(inner, kwargs)
-        check_asked(asked, of.epsilon < 1)
+        check_asked(asked, of.mean is not None)
         kwargs, ends = _asks_for_drafts(kwargs, asked.get("stop_strings"), of)
         token, before = _ENDS.set(ends), _joules(meter)
         try: out = plain(**kwargs)
@@ -228,33 +232,4 @@ def drafting_for(energy_budget, table, acceptance, costs, credit, cap, lossy) ->
         raise ValueError(
             f"energy_budget {energy_budget}, credit {credit} and cap {cap} must be above 0, from 0 "
             "on and from 1 on: they count plain passes over one token")
-    return Drafting(table, acceptance, Spending(costs, *numbers), leniency_for(energy_budget, lossy))
-
-# %% ../../nbs/hest/19_passes.ipynb #724f38bf
-def leniency_for(
-    energy_budget: float, # plain passes over one token that a token may cost
-    lossy: dict[float, float] | None, # ε → what a token then costs in the mean
-) -> float: # ε
-    """The strictest ε with which a budget is kept in the mean, between two known ones on the straight
-    line. `ValueError` below 1 where nothing is known, or where no ε is enough."""
-    if not isinstance(lossy, dict | None):
-        raise ValueError(f"lossy is {lossy!r:.60}, and no costs of leniency: give "
-                         "lossy=learn_leniency(model, prompts)")
-    if energy_budget >= 1: return 1.
-    if not lossy:
-        raise ValueError(
-            f"energy_budget {energy_budget} is below 1, and no answer that nobody guesses can be said "
-            "for less: give lossy=learn_leniency(model, prompts), and drafts that the model finds "
-            "nearly likeliest stand as well; or give 1 and more, where every prefix keeps it")
-    lossy = {float(e): cost for e, cost in lossy.items()} # names in JSON are text
-    if wrong := [e for e in lossy if not 0 < e <= 1]:
-        raise ValueError(f"lossy has the ε {wrong[0]}, expected shares above 0 and up to 1")
-    # the strictest first, which costs most
-    known = sorted(lossy.items(), reverse=True)
-    if energy_budget >= known[0][1]: return known[0][0]
-    for (e, above), (lower, below) in zip(known, known[1:]):
-        if below <= energy_budget < above:
-            return e - (e - lower) * (above - energy_budget) / (above - below)
-    floor = min(lossy.values())
-    raise ValueError(
-        f"energy_budget {energy_budget} is below the floor {floor:.3g} of what any leniency saves here")
+    return Drafting(table, acceptance, Spending(costs, *numbers), mean_budget(energy_budget, lossy))
