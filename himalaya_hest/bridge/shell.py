@@ -156,6 +156,10 @@ class ShellModel(BaseTuner):
 # %% ../../nbs/bridge/02_shell.ipynb #4942e7c7
 @patch
 def inject_adapter(self: ShellModel, model, adapter_name, *args, **kwargs):
+    # before PEFT asks for the names of sites that would be of no use
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder; {type(self).__name__} adapts "
+                         "decoders, whose prompt and answer are one row")
     cores = self._modules.get(self.prefix + "core", {})
     others = [(p, p.requires_grad) for n, c in cores.items() if n != adapter_name for p in c.parameters()]
     super(ShellModel, self).inject_adapter(model, adapter_name, *args, **kwargs)
@@ -179,10 +183,7 @@ def home_of(model: nn.Module) -> torch.device: # of its input embeddings, where 
     return (next(model.parameters()) if table is None else table.weight).device
 
 def add_core(tuner: ShellModel, config: ShellConfig, model: nn.Module) -> None:
-    "Find the sites and make the core that serves them; `ValueError` for an encoder-decoder."
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder; {type(tuner).__name__} adapts "
-                         "decoders, whose prompt and answer are one row")
+    "Find the sites and make the core that serves them."
     check_task_type(tuner, config)
     prepare_quantised(model)
     if tuner.prefix + "core" not in tuner._modules:

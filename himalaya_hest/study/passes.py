@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RIGHT_OR_WRONG', 'passes_records', 'passes_tables', 'passes_overview', 'ratios_by_seed', 'seeds_table', 'lossy_table',
-           'leniency_told', 'passes_verdict', 'earned_told', 'target_word', 'target_told', 'texts_told']
+           'leniency_told', 'held_table', 'held_told', 'passes_verdict', 'earned_told', 'target_word', 'target_told',
+           'texts_told']
 
 # %% ../../nbs/study/22_passes.ipynb #59b166f2
 from pathlib import Path
@@ -151,6 +152,34 @@ def leniency_told(
             told.append(f"on {name} {_spread(learned)} was learned over all ε and seeds, and "
                         f"{_spread(spent)} was spent")
     return "; ".join(told) or "on no task more was spent at every ε than was learned"
+
+# %% ../../nbs/study/22_passes.ipynb #d0189bb3
+def held_table(
+    record: dict, # of `bench/held_budget.py`
+) -> Table: # a row a task and budget
+    "What a token cost beside its budget, by the ε that was learned and by the one that moves."
+    def row(name, of, r):
+        a, b = r["learned"], r["held"]
+        return [name, of["prompts"], r["budget"], a["share"], b["share"], r["learned_epsilon"],
+                b["epsilon"], a["to_plain"], b["to_plain"], with_interval(a["less_plain"], "+.3f"),
+                with_interval(b["less_plain"], "+.3f")]
+    return Table(
+        "Passes over one token for each token of an answer, ε as learned and moved",
+        ["task", "prompts", "budget", "as learned", "moved", "ε", "ε at the end", "like plain's",
+         "like plain's, moved", "score less plain's", "score less plain's, moved"],
+        [row(name, of, r) for name, of in record["tasks"].items() for r in of["budgets"]])
+
+# %% ../../nbs/study/22_passes.ipynb #03bc0bec
+def held_told(
+    record: dict, # of `bench/held_budget.py`
+) -> str: # a sentence
+    "How far from their budgets the costs of a token lie, both ways."
+    far = {way: [abs(r[way]["share"] - r["budget"]) for of in record["tasks"].values()
+                 for r in of["budgets"]] for way in ("learned", "held")}
+    n = len(far["held"])
+    return (f"Of {n} budgets a token's cost lies {max(far['held']):.3f} away at most where ε moves, and "
+            f"{max(far['learned']):.3f} where it stays; {sum(x <= .01 for x in far['held'])} and "
+            f"{sum(x <= .01 for x in far['learned'])} lie within .01")
 
 # %% ../../nbs/study/22_passes.ipynb #7146673f
 def _word(r): return "faster" if r["high"] < 1 else "slower" if r["low"] > 1 else "no difference shown"
