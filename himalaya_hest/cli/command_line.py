@@ -258,5 +258,4 @@ def main(
     return 2
 
 # %% ../../nbs/cli/04_command_line.ipynb #532ce23a
-#| eval: false
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main())

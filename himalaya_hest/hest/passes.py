@@ -191,13 +191,12 @@ def fewer_passes(
     inner, told = language_model(model), Drafted()
     if not isinstance(costs, PassCosts): costs = PassCosts((tuple(costs),))
     check_drafting(inner, table)
-    found, plain = {}, inner.generate # budget → how it is kept, by all calls; the model's own
     made = partial(drafting_for, table=table, acceptance=acceptance or shipped_acceptance(),
-                   costs=costs, credit=credit, cap=cap, lossy=lossy)
-    drafting = found[energy_budget] = made(energy_budget)
+                   costs=costs, credit=credit, cap=cap, lossy=lossy, means={})
+    drafting, plain = made(energy_budget), inner.generate # the model's own
     def generate(*args, **kwargs):
         own = (kwargs := by_name(args, kwargs)).pop("energy_budget", None)
-        of = drafting if own is None else found.setdefault((of := made(own)).spending.energy_budget, of)
+        of = drafting if own is None else made(own)
         # what a call asks stands in three places
         asked = all_asked(inner, kwargs)
         check_asked(asked, of.mean is not None)
@@ -224,12 +223,13 @@ def check_drafting(inner, table) -> None:
                          f"{size}: it was learned with another tokenizer")
 
 # %% ../../nbs/hest/19_passes.ipynb #10759cfd
-def drafting_for(energy_budget, table, acceptance, costs, credit, cap, lossy) -> Drafting:
-    "`ValueError` for a budget that is none."
+def drafting_for(energy_budget, table, acceptance, costs, credit, cap, lossy, means) -> Drafting:
+    "`ValueError` for a budget that is none. `means`: budget → how all its calls keep it."
     numbers = energy_budget, credit, cap
     if not all(isinstance(n, (int, float)) for n in numbers) or not (
             energy_budget > 0 and credit >= 0 and cap >= 1):
         raise ValueError(
             f"energy_budget {energy_budget}, credit {credit} and cap {cap} must be above 0, from 0 "
             "on and from 1 on: they count plain passes over one token")
-    return Drafting(table, acceptance, Spending(costs, *numbers), mean_budget(energy_budget, lossy))
+    mean = means.setdefault(energy_budget, mean_budget(energy_budget, lossy))
+    return Drafting(table, acceptance, Spending(costs, *numbers), mean)

@@ -379,5 +379,4 @@ def main(
     return exit_status(called, lambda: _rerun(arguments, called), goes_on=False, clean=scrub)
 
 # %% ../../nbs/jobs/14_again.ipynb #30788da7
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

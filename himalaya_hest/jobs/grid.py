@@ -329,5 +329,4 @@ def main(
     finally: signal.signal(signal.SIGTERM, before) if main_thread else None
 
 # %% ../../nbs/jobs/21_grid.ipynb #1598ff18
-#| eval: false
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main())

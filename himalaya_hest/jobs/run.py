@@ -154,5 +154,4 @@ def main(
     return exit_status(called, lambda: _run(arguments), clean=clean)
 
 # %% ../../nbs/jobs/10_run.ipynb #0a7fb2d3
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

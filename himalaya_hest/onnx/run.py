@@ -131,8 +131,7 @@ def main(
     return exit_status(called, lambda: _export(arguments, called), goes_on=False, clean=scrub)
 
 # %% ../../nbs/onnx/06_run.ipynb #95ac5ed9
-#| eval: false
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main())
 
 # %% ../../nbs/onnx/06_run.ipynb #2a80f6ef
 _STUDY = dict(

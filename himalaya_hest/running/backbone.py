@@ -147,8 +147,7 @@ def load_tokenizer(
     return tokenizer
 
 # %% ../../nbs/running/19_backbone.ipynb #5cd704ea
-# says how files were found when the tokenizer was saved, offline or not, and nothing of it
-_FOUND_SO = b'"local_files_only": false', b'"local_files_only": true'
+_OFFLINE = b'"local_files_only": false', b'"local_files_only": true'
 
 def backbone_digest(model, path: Path | None) -> str:
     """SHA-256 over a folder's weights, configuration and tokenizer files; for a hub model its name
@@ -163,7 +162,8 @@ def backbone_digest(model, path: Path | None) -> str:
         if p.suffix in (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt")
     ):
         data = file.read_bytes()
-        if file.name == "tokenizer_config.json": data = data.replace(*_FOUND_SO)
+        # whether the tokenizer was saved offline is nothing of it
+        if file.name == "tokenizer_config.json": data = data.replace(*_OFFLINE)
         total.update(file.name.encode() + hashlib.sha256(data).digest())
     return total.hexdigest()
 

@@ -358,5 +358,4 @@ def main(
         lambda: print(plan_text(with_cpu(make_plan(read_arguments(arguments))))))
 
 # %% ../../nbs/running/10_plan.ipynb #8ab35ba5
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

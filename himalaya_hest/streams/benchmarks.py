@@ -157,5 +157,4 @@ def main(arguments):
     for name, n in counts.items(): print(f"{n:8} {name}")
 
 # %% ../../nbs/streams/17_benchmarks.ipynb #bc0d7c2f
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

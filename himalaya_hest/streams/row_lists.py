@@ -84,5 +84,4 @@ def main(
     return 0
 
 # %% ../../nbs/streams/19_row_lists.ipynb #fe3ff731
-#| eval: false
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main())

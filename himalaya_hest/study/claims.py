@@ -288,5 +288,4 @@ def main(
     return 0
 
 # %% ../../nbs/study/08_claims.ipynb #9e20b2ac
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

@@ -307,5 +307,4 @@ def main(
     return 0
 
 # %% ../../nbs/study/13_energy_claims.ipynb #0ae8c073
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

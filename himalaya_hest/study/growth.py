@@ -188,8 +188,7 @@ def main(root: str = ".") -> int: # exit status
     return 0
 
 # %% ../../nbs/study/21_growth.ipynb #c1c3a8fd
-#| eval: false
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main())
 
 # %% ../../nbs/study/21_growth.ipynb #20374d3b
 def by_twin(record: dict) -> dict[str, float]: # twin → mean score of its tasks at the end

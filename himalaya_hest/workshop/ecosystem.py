@@ -267,5 +267,4 @@ def main(
     return int(bool(wrong))
 
 # %% ../../nbs/workshop/07_ecosystem.ipynb #eco00099
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

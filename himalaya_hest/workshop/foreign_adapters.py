@@ -339,5 +339,4 @@ def main(
     return int(bool(faults))
 
 # %% ../../nbs/workshop/02_foreign_adapters.ipynb #544ec0c3
-#| eval: false
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main())

@@ -244,5 +244,4 @@ def main(
     return int(bool(faults))
 
 # %% ../../nbs/workshop/19_pages.ipynb #c2bf5f95
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

@@ -382,5 +382,4 @@ def main(
     return int(bool(wrong))
 
 # %% ../../nbs/workshop/05_peft_suite.ipynb #9fcb2706
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

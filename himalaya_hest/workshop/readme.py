@@ -104,5 +104,4 @@ def main(
     return int(bool(arguments) and not same)
 
 # %% ../../nbs/workshop/09_readme.ipynb #77c2ddf0
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

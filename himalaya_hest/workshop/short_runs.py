@@ -146,5 +146,4 @@ def main(
     return int(bool(faults))
 
 # %% ../../nbs/workshop/15_short_runs.ipynb #d808d069
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

@@ -391,5 +391,4 @@ def main(
     return int(bool(faults))
 
 # %% ../../nbs/workshop/10_site.ipynb #759c02c3
-#| eval: false
-if __name__ == "__main__": sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))

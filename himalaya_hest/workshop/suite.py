@@ -219,7 +219,6 @@ def main(
     return int(bool(failed) or not ran)
 
 # %% ../../nbs/workshop/18_suite.ipynb #5bd272f2
-#| eval: false
-if __name__ == "__main__":
+if __name__ == "__main__" and "__file__" in globals():
     # a notebook takes the name __main__ in the process that runs it, so functions must not have it
     sys.exit(importlib.import_module("himalaya_hest.workshop.suite").main())
