@@ -2,7 +2,7 @@
 learned for a budget beside the one that moves with what answers cost.
 
     OMP_NUM_THREADS=1 python bench/held_budget.py model=FOLDER source=local data_dir=FOLDER \
-        training.max_length=256 --tasks squad_v2 cnn_dailymail code_alpaca
+        training.max_length=256 --tasks squad_v2 cnn_dailymail
 
 For each task a LoRA learns --steps steps of --batch training rows and is merged. The controller is
 fitted and the cost of a token at each ε learned on greedy answers to --answers further training

@@ -28,12 +28,12 @@ class Drafted:
     tokens: int = 0 # generated
     passes: int = 0 # over the weights, the prompts among them
     drafted: int = 0 # tokens that were guessed
-    accepted: int = 0 # of those, what the model would have said itself
+    accepted: int = 0 # of those, what stood: the model would have said it itself, or nearly (ε)
     prompt: float = 0. # cost of reading the prompts
     spent: float = 0. # cost of all after that
-    plain: float = 0. # what plain generation spends on the same tokens after that
+    plain: float = 0. # what plain generation spends on as many tokens after that
     narrowed: int = 0 # passes that could have been wider, but for the budget
-    epsilon: float = 1. # at the end: how likely a draft must be, over the likeliest token
+    epsilon: float = 1. # after the last pass: how likely a draft must be, over the likeliest token
     stopped: str = "" # "budget" where a cap ended the last answer
     joules: float | None = None # that a counter read meanwhile; None: there is none
     @property
@@ -156,7 +156,8 @@ class Lenient(LogitsProcessor):
         of, behind = self.drafter, input_ids.shape[1] - len(self.drafter.text.ids)
         if behind >= len(of.guess): return scores
         token, best = of.guess[behind], scores.max()
-        if scores[0, token] < best + log(of.drafting.mean.epsilon): return scores
+        # at 1 the likeliest token stands, and no draft that is its equal
+        if (e := of.drafting.mean.epsilon) >= 1 or scores[0, token] < best + log(e): return scores
         scores = scores.clone()
         scores[0, token] = best + 1
         return scores

@@ -31,9 +31,10 @@ def learn_leniency(
 ) -> dict[float, float]: # ε → plain passes that a token costs in the mean; `json` can hold it
     "What leniency with drafts saves: the prompts are answered at each ε. `ValueError` without any."
     prompts, found = list(prompts), {}
-    if not prompts: raise ValueError("learn_leniency needs prompts, got none")
+    if not prompts or not epsilons:
+        raise ValueError(f"learn_leniency needs prompts and ε, got {len(prompts)} and {len(epsilons)}")
     for epsilon in waiting(epsilons, "answering at each leniency"):
-        # a budget that this ε alone is known to keep
+        # costs of one ε alone: it stays
         lossy = dict(energy_budget=.5, lossy={epsilon: .5})
         with fewer_passes(model, table, acceptance, costs, **lossy) as told:
             for ids in prompts:

@@ -7,7 +7,8 @@ __all__ = ['STEP', 'leniency_for', 'MeanBudget', 'mean_budget']
 
 # %% ../../nbs/hest/18b_mean_budget.ipynb #918c72ed
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, inf, log
+from numbers import Real
 
 # %% ../../nbs/hest/18b_mean_budget.ipynb #030677e9
 def leniency_for(
@@ -22,12 +23,14 @@ def leniency_for(
     if energy_budget >= 1: return 1.
     if not lossy:
         raise ValueError(
-            f"energy_budget {energy_budget} is below 1, and no answer that nobody guesses can be said "
-            "for less: give lossy=learn_leniency(model, prompts), and drafts that the model finds "
+            f"energy_budget {energy_budget} is below 1, and text that no draft foretells costs 1 a "
+            "token: give lossy=learn_leniency(model, prompts), and drafts that the model finds "
             "nearly likeliest stand as well; or give 1 and more, where every prefix keeps it")
     lossy = {float(e): cost for e, cost in lossy.items()} # names in JSON are text
     if wrong := [e for e in lossy if not 0 < e <= 1]:
         raise ValueError(f"lossy has the ε {wrong[0]}, expected shares above 0 and up to 1")
+    if wrong := [c for c in lossy.values() if not (isinstance(c, Real) and 0 < c < inf)]:
+        raise ValueError(f"lossy has the cost {wrong[0]!r}, expected passes over one token, above 0")
     # the strictest first, which costs most
     known = sorted(lossy.items(), reverse=True)
     if energy_budget >= known[0][1]: return known[0][0]
@@ -36,24 +39,24 @@ def leniency_for(
             return e - (e - lower) * (above - energy_budget) / (above - below)
     floor = min(lossy.values())
     raise ValueError(
-        f"energy_budget {energy_budget} is below the floor {floor:.3g} of what any leniency saves here")
+        f"energy_budget {energy_budget} is below {floor:.3g}, the least that a token costs at any ε here")
 
 # %% ../../nbs/hest/18b_mean_budget.ipynb #91e2a3cf
 STEP = .05 # η: 46 passes beyond the budget go from ε = 1 to .1
 
 @dataclass
 class MeanBudget:
-    "How lenient the next check is, by what all answers have cost."
+    "How likely a draft must be to stand, by what all answers have cost."
     energy_budget: float # passes over one token that a token may cost in the mean
-    first: float # ε before anything was said
-    least: float # the most lenient ε that is allowed
-    most: float = 1. # and the strictest
+    start: float # ε
+    lowest: float # ε, the most lenient
+    highest: float = 1. # ε, the strictest
     beyond: float = 0. # passes that answers have cost beyond their budget; below 0 they saved some
     @property
     def epsilon(self) -> float:
         # λ from 0 on, whatever was saved
-        price = max(STEP * self.beyond - log(self.first), 0.)
-        return min(max(exp(-price), self.least), self.most)
+        price = max(STEP * self.beyond - log(self.start), 0.)
+        return min(max(exp(-price), self.lowest), self.highest)
     def pay(self,
         cost: float, # in passes over one token
         n_tokens: int, # that came of it; below 0 where an answer is cut
@@ -66,7 +69,9 @@ def mean_budget(
     lossy: dict[float, float] | None, # of `learn_leniency`
 ) -> MeanBudget | None: # None from 1 on, where each prefix keeps it
     "Begins where these costs say that the budget is kept. `ValueError` as `leniency_for`."
-    first = leniency_for(energy_budget, lossy)
+    start = leniency_for(energy_budget, lossy)
     if energy_budget >= 1: return None
-    known = sorted(map(float, lossy))
-    return MeanBudget(energy_budget, first, known[0], known[-1])
+    # more lenient than what costs least would be for nothing; of equal costs the strictest
+    known = {float(e): cost for e, cost in lossy.items()}
+    lowest = min(known, key=lambda e: (known[e], -e))
+    return MeanBudget(energy_budget, start, min(lowest, start), max(known))

@@ -134,7 +134,9 @@ def _counted(out, ends, told): # an answer as it was asked for, with what it cos
         one.tokens -= more; one.accepted -= more
         # plain generation would not have said it either
         one.plain -= min(more, one.plain)
-        if (mean := ends.drafting.mean) is not None: mean.pay(0., -more)
+        if (mean := ends.drafting.mean) is not None:
+            mean.pay(0., -more)
+            one.epsilon = mean.epsilon
         out = cut_at(out, ends.end, n_prompt)
     if isinstance(out, ModelOutput): out.energy = one
     told.add(one)
@@ -177,15 +179,15 @@ def fewer_passes(
     acceptance: Acceptance | None = None, # None: the one that the package brings
     costs: PassCosts | tuple[float, ...] = SHIPPED_COSTS, # for instance `pass_costs(model)`
     energy_budget: float = 1., # plain passes over one token that a token may cost; below 1: `lossy`
-    credit: float = 1., # that an answer may cost beyond that
+    credit: float = 1., # that an answer may cost beyond that, of budgets from 1 on
     cap: float = inf, # that an answer may cost at all, its prompt left out
-    lossy: dict[float, float] | None = None, # of `learn_leniency`, for budgets below 1
+    lossy: dict[float, float] | None = None, # of `learn_leniency`, for budgets below 1; one ε stays
     meter=None, # of `measures.energy.find_meter`, whose Joules are told where it finds a counter
 ) -> Iterator[Drafted]:
     """Generate with fewer passes, one prompt at a time, until the block ends. Where a call returns a
     dictionary, `energy` of it is what that call cost. `generate(energy_budget=...)` has a budget of
     its own, of HEST's gates where the model has them. A budget below 1 is held in the mean over all
-    answers that it is given for in the block. `ValueError` for what this road cannot do as
+    tokens of the answers that it is given for in the block, but each answer's first. `ValueError` for what this road cannot do as
     plain generation does, for a budget below 1 without `lossy`, and within another block of the same
     model."""
     inner, told = language_model(model), Drafted()
