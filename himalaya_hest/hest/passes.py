@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from math import inf
+from threading import Lock
 
 from torch import nn
 from transformers import StoppingCriteriaList
@@ -127,6 +128,8 @@ def _joules(meter): # so far; None where nothing counts them
     meter.synchronise()
     return meter.joules()
 
+_COUNTING = Lock() # calls of several threads count together
+
 def _counted(out, ends, told): # an answer as it was asked for, with what it cost
     one, n_prompt = ends.drafter.told, ends.drafter.n_prompt
     if ends.end is not None:
@@ -139,7 +142,7 @@ def _counted(out, ends, told): # an answer as it was asked for, with what it cos
             one.epsilon = mean.epsilon
         out = cut_at(out, ends.end, n_prompt)
     if isinstance(out, ModelOutput): out.energy = one
-    told.add(one)
+    with _COUNTING: told.add(one)
     return out
 
 # %% ../../nbs/hest/19_passes.ipynb #7832ca3e

@@ -329,12 +329,12 @@ SILENT = {"": silent(RunConfig)} | {
     g: silent(GROUPS[g]) for g in ("evaluation", "training", "energy")}
 
 # %% ../../nbs/running/01_parameters.ipynb #911e47fc
-def _type_hint(value, wanted):
+def _type_hint(name, value, wanted):
     "How a value is meant to be written, where YAML or the command line reads it as something else."
     if wanted == "dict":
         return (
-            " Nested parameters come from a file (papermill -f run.yaml) or as YAML "
-            "(papermill -y)."
+            f" Name what is meant of it, {name}.NAME=VALUE; papermill takes such as a file (-f run.yaml) "
+            "or as YAML (-y)."
         )
     # a list or a dictionary did not lose its quotes
     if wanted == "str" and not isinstance(value, (dict, list)):
@@ -359,7 +359,7 @@ def _typed(name, value, annotation):
     elif isinstance(value, int): ok = "int" in options or "float" in options
     else: ok = type(value).__name__ in options
     if not ok:
-        hint = _type_hint(value, options[0])
+        hint = _type_hint(name, value, options[0])
         raise ValueError(
             f"parameter {name} = {value!r} has type {type(value).__name__}, expected "
             f"{' or '.join(options)}.{hint}"

@@ -158,28 +158,32 @@ def held_table(
     record: dict, # of `bench/held_budget.py`
 ) -> Table: # a row a task and budget
     "What a token cost beside its budget, by the ε that was learned and by the one that moves."
-    def row(name, of, r):
-        a, b = r["learned"], r["held"]
-        return [name, of["prompts"], r["budget"], a["share"], b["share"], r["learned_epsilon"],
-                b["epsilon"], a["to_plain"], b["to_plain"], with_interval(a["less_plain"], "+.3f"),
-                with_interval(b["less_plain"], "+.3f")]
+    def of_way(r): return [r["share"], r["epsilon"], r["tokens"], r["to_plain"],
+                           with_interval(r["less_plain"], "+.3f")]
+    names = "a token's cost", "ε at the end", "tokens", "like plain's", "score less plain's"
     return Table(
-        "Passes over one token for each token of an answer, ε as learned and moved",
-        ["task", "prompts", "budget", "as learned", "moved", "ε", "ε at the end", "like plain's",
-         "like plain's, moved", "score less plain's", "score less plain's, moved"],
-        [row(name, of, r) for name, of in record["tasks"].items() for r in of["budgets"]])
+        "Passes over one token for each token of the answers, with ε as it was learned, and moved",
+        ["task", "prompts", "budget", *names, *(f"{name}, moved" for name in names)],
+        [[name, of["prompts"], r["budget"], *of_way(r["learned"]), *of_way(r["held"])]
+         for name, of in record["tasks"].items() for r in of["budgets"]])
 
 # %% ../../nbs/study/22_passes.ipynb #03bc0bec
 def held_told(
     record: dict, # of `bench/held_budget.py`
-) -> str: # a sentence
+) -> str: # sentences
     "How far from their budgets the costs of a token lie, both ways."
-    far = {way: [abs(r[way]["share"] - r["budget"]) for of in record["tasks"].values()
-                 for r in of["budgets"]] for way in ("learned", "held")}
-    n = len(far["held"])
-    return (f"Of {n} budgets a token's cost lies {max(far['held']):.3f} away at most where ε moves, and "
-            f"{max(far['learned']):.3f} where it stays; {sum(x <= .01 for x in far['held'])} and "
-            f"{sum(x <= .01 for x in far['learned'])} lie within .01")
+    rows = [(r, of["cost_by_leniency"]) for of in record["tasks"].values() for r in of["budgets"]]
+    # the costs at all ε are known; what costs least is as lenient as answers become
+    def lowest(costs): return float(min(costs, key=lambda e: (costs[e], -float(e))))
+    short = [r for r, costs in rows if r["held"]["share"] > r["budget"] + .01
+             and r["held"]["epsilon"] <= lowest(costs)]
+    far = {way: [abs(r[way]["share"] - r["budget"]) for r, _ in rows if r not in short]
+           for way in ("learned", "held")}
+    out = f", and {len(short)} cannot be kept at any ε that was tried" if short else ""
+    if not far["held"]: return f"Of {len(rows)} budgets {len(short)} cannot be kept at any ε that was tried"
+    return (f"Of {len(rows)} budgets {len(far['held'])} are within reach{out}. Of these a token's cost lies "
+            f"{max(far['held']):.3f} away at most where ε moves, and {max(far['learned']):.3f} where it "
+            f"stays as it was learned")
 
 # %% ../../nbs/study/22_passes.ipynb #7146673f
 def _word(r): return "faster" if r["high"] < 1 else "slower" if r["low"] > 1 else "no difference shown"
