@@ -6288,6 +6288,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                        'himalaya_hest/study/passes.py'),
                                             'himalaya_hest.study.passes._all_tasks': ( 'study/passes.html#_all_tasks',
                                                                                        'himalaya_hest/study/passes.py'),
+                                            'himalaya_hest.study.passes._budgets': ( 'study/passes.html#_budgets',
+                                                                                     'himalaya_hest/study/passes.py'),
                                             'himalaya_hest.study.passes._change': ( 'study/passes.html#_change',
                                                                                     'himalaya_hest/study/passes.py'),
                                             'himalaya_hest.study.passes._in_eight_bits': ( 'study/passes.html#_in_eight_bits',

@@ -154,6 +154,10 @@ def leniency_told(
     return "; ".join(told) or "on no task more was spent at every ε than was learned"
 
 # %% ../../nbs/study/22_passes.ipynb #d0189bb3
+def _budgets(record): # task, what is known of it, and each of its budgets once
+    return [(name, of, r) for name, of in record["tasks"].items()
+            for r in {r["budget"]: r for r in of["budgets"]}.values()]
+
 def held_table(
     record: dict, # of `bench/held_budget.py`
 ) -> Table: # a row a task and budget
@@ -165,14 +169,14 @@ def held_table(
         "Passes over one token for each token of the answers, with ε as it was learned, and moved",
         ["task", "prompts", "budget", *names, *(f"{name}, moved" for name in names)],
         [[name, of["prompts"], r["budget"], *of_way(r["learned"]), *of_way(r["held"])]
-         for name, of in record["tasks"].items() for r in of["budgets"]])
+         for name, of, r in _budgets(record)])
 
 # %% ../../nbs/study/22_passes.ipynb #03bc0bec
 def held_told(
     record: dict, # of `bench/held_budget.py`
 ) -> str: # sentences
     "How far from their budgets the costs of a token lie, both ways."
-    rows = [(r, of["cost_by_leniency"]) for of in record["tasks"].values() for r in of["budgets"]]
+    rows = [(r, of["cost_by_leniency"]) for _, of, r in _budgets(record)]
     # the costs at all ε are known; what costs least is as lenient as answers become
     def lowest(costs): return float(min(costs, key=lambda e: (costs[e], -float(e))))
     short = [r for r, costs in rows if r["held"]["share"] > r["budget"] + .01
