@@ -190,9 +190,9 @@ def fewer_passes(
     """Generate with fewer passes, one prompt at a time, until the block ends. Where a call returns a
     dictionary, `energy` of it is what that call cost. `generate(energy_budget=...)` has a budget of
     its own, of HEST's gates where the model has them. A budget below 1 is held in the mean over all
-    tokens of the answers that it is given for in the block, but each answer's first. `ValueError` for what this road cannot do as
-    plain generation does, for a budget below 1 without `lossy`, and within another block of the same
-    model."""
+    tokens of its answers in the block, but for each answer's first. `ValueError` for what this road
+    cannot do as plain generation does, for a budget below 1 without `lossy`, and within another block
+    of the same model."""
     inner, told = language_model(model), Drafted()
     if not isinstance(costs, PassCosts): costs = PassCosts((tuple(costs),))
     check_drafting(inner, table)
