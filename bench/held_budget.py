@@ -7,11 +7,12 @@ learned for a budget beside the one that moves with what answers cost.
 For each task a LoRA learns --steps steps of --batch training rows and is merged. The controller is
 fitted and the cost of a token at each ε learned on greedy answers to --answers further training
 rows, with a table of the answers of the rows before. Budgets lie at a quarter, half and three
-quarters between the learned costs of the strictest and the most lenient ε. The same --prompts
-validation rows, in an order drawn from a seed, are answered under each, once by the ε that was
-learned for it (`learned`) and once by the one that moves (`held`). Costs are counted, not timed, by the
-costs of passes that ship: those of a model of this size in bfloat16. `share` is what a token cost, in passes over one; `after` that of the first
-ten, twenty, … answers; `to_plain` ROUGE-L with plain generation's text; `score` the task's own.
+quarters from the largest of these costs to the smallest. The same --prompts validation rows, in an
+order drawn from a seed, are answered under each, once by the ε that was learned for it (`learned`)
+and once by the one that moves (`held`). Costs are counted, not timed, by the costs of passes that
+ship: those of a model of this size in bfloat16. `share` is what a token cost, in passes over one;
+`after` that of the first ten, twenty, … answers; `to_plain` ROUGE-L with plain generation's text;
+`score` the task's own.
 """
 import random
 import tempfile
@@ -35,7 +36,7 @@ from himalaya_hest.running.evaluation import first_line, stopping
 from himalaya_hest.streams.batching import prompt_row, stop_ids
 from himalaya_hest.workshop.measuring import called, circumstances, mean_interval, write_record
 
-BETWEEN = .25, .5, .75 # of the way from the strictest ε's cost to the most lenient one's
+BETWEEN = .25, .5, .75 # of the way from the largest learned cost to the smallest
 
 
 def answered(run, model, asked, rows, n, way):
@@ -57,7 +58,8 @@ def answered(run, model, asked, rows, n, way):
 
 def task_told(a, run, model, name):
     "All budgets on one task."
-    asked, n = asked_of(run, name), min(a.new_tokens, asked_of(run, name).max_new_tokens)
+    asked = asked_of(run, name)
+    n = min(a.new_tokens, asked.max_new_tokens)
     rows = random.Random(0).sample(range(len(asked.prompts)), min(a.prompts, len(asked.prompts)))
     tuned = learned(a, run, model, name, 0, a.rate) if a.steps else model
     ids = [torch.tensor([prompt_row(r)["input_ids"]]) for r in kept_back(a, run, name)]
@@ -70,25 +72,26 @@ def task_told(a, run, model, name):
     plain, _, lossless = answered(run, tuned, asked, rows, n, bounded)
     right = [asked.references[k] for k in rows]
     def values(texts): return np.array(row_values(asked.metric, texts, right, asked.labels))
-    found, first, last = [], max(curve.values()), min(curve.values())
-    for budget in (first + b * (last - first) for b in BETWEEN):
-        ways = dict(learned={leniency_for(budget, curve): budget}, held=curve)
+    found, first, last, plains = [], max(curve.values()), min(curve.values()), values(plain)
+    # where all ε cost alike there is one budget
+    for budget in dict.fromkeys(first + b * (last - first) for b in BETWEEN):
         of = dict(budget=budget, learned_epsilon=leniency_for(budget, curve))
+        ways = dict(learned={of["learned_epsilon"]: budget}, held=curve)
         for way, lossy in ways.items():
             texts, so_far, told = answered(
                 run, tuned, asked, rows, n, bounded | dict(energy_budget=budget, lossy=lossy))
+            scores = values(texts)
             of[way] = dict(
                 share=told["spent"] / told["plain"], epsilon=told["epsilon"], passes=told["passes"],
                 tokens=told["tokens"],
                 after={i: s / p for i, (s, p) in enumerate(so_far, 1) if i % 10 == 0},
                 to_plain=get_metric("rouge_l")(texts, [(t,) for t in plain])["score"],
-                score=float(values(texts).mean()),
-                less_plain=mean_interval(values(texts) - values(plain)))
+                score=float(scores.mean()), less_plain=mean_interval(scores - plains))
             print(f"{name}, budget {budget:.3f}, {way}: {of[way]['share']:.3f}", flush=True)
         found.append(of)
     return dict(metric=asked.metric, prompts=len(rows), cost_by_leniency=curve,
                 lossless_share=lossless["spent"] / lossless["plain"],
-                plain_score=float(values(plain).mean()), budgets=found)
+                plain_score=float(plains.mean()), budgets=found)
 
 
 def main():

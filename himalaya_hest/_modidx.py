@@ -2377,6 +2377,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                        'himalaya_hest/hest/mean_budget.py'),
                                                 'himalaya_hest.hest.mean_budget.MeanBudget.pay': ( 'hest/mean_budget.html#meanbudget.pay',
                                                                                                    'himalaya_hest/hest/mean_budget.py'),
+                                                'himalaya_hest.hest.mean_budget.cheapest': ( 'hest/mean_budget.html#cheapest',
+                                                                                             'himalaya_hest/hest/mean_budget.py'),
                                                 'himalaya_hest.hest.mean_budget.leniency_for': ( 'hest/mean_budget.html#leniency_for',
                                                                                                  'himalaya_hest/hest/mean_budget.py'),
                                                 'himalaya_hest.hest.mean_budget.mean_budget': ( 'hest/mean_budget.html#mean_budget',

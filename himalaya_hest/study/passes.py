@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from ..ground.table import Table
+from ..hest.mean_budget import cheapest
 from ..measures.records import plain_json
 from ..measures.statistics import is_number, median_interval, with_interval
 from .energy_evidence import HOLDS, LESS, ruled
@@ -154,7 +155,7 @@ def leniency_told(
     return "; ".join(told) or "on no task more was spent at every ε than was learned"
 
 # %% ../../nbs/study/22_passes.ipynb #d0189bb3
-def _budgets(record): # task, what is known of it, and each of its budgets once
+def _budgets(record): # task, what is known of it, and each budget once: where all ε cost alike there is one
     return [(name, of, r) for name, of in record["tasks"].items()
             for r in {r["budget"]: r for r in of["budgets"]}.values()]
 
@@ -176,15 +177,16 @@ def held_told(
     record: dict, # of `bench/held_budget.py`
 ) -> str: # sentences
     "How far from their budgets the costs of a token lie, both ways."
-    rows = [(r, of["cost_by_leniency"]) for _, of, r in _budgets(record)]
-    # the costs at all ε are known; what costs least is as lenient as answers become
-    def lowest(costs): return float(min(costs, key=lambda e: (costs[e], -float(e))))
-    short = [r for r, costs in rows if r["held"]["share"] > r["budget"] + .01
-             and r["held"]["epsilon"] <= lowest(costs)]
-    far = {way: [abs(r[way]["share"] - r["budget"]) for r, _ in rows if r not in short]
-           for way in ("learned", "held")}
-    out = f", and {len(short)} cannot be kept at any ε that was tried" if short else ""
-    if not far["held"]: return f"Of {len(rows)} budgets {len(short)} cannot be kept at any ε that was tried"
+    rows, short, far = _budgets(record), 0, dict(learned=[], held=[])
+    for _, of, r in rows:
+        # answers become as lenient as what costs least
+        if (r["held"]["share"] > r["budget"] + .01
+                and r["held"]["epsilon"] <= cheapest(of["cost_by_leniency"])): short += 1
+        else:
+            for way, all_of_them in far.items(): all_of_them.append(abs(r[way]["share"] - r["budget"]))
+    out = f"{short} cannot be kept at any ε that was tried"
+    if not far["held"]: return f"Of {len(rows)} budgets {out}"
+    out = f", and {out}" if short else ""
     return (f"Of {len(rows)} budgets {len(far['held'])} are within reach{out}. Of these a token's cost lies "
             f"{max(far['held']):.3f} away at most where ε moves, and {max(far['learned']):.3f} where it "
             f"stays as it was learned")
