@@ -39,13 +39,14 @@ def arguments(doc):
     return parser
 
 
-def begun(a, folder):
-    "A run with the tasks' rows, and its bare backbone."
-    stream = Path(folder)/"asked.yaml"
-    stream.write_text(f"{{name: asked, extends: {a.stream}, only: [{', '.join(a.tasks)}]}}")
-    of = dict(scale="small", adapter="lora", dtype="float32", results_dir=folder,
-        training=dict(max_length=384))
-    run = begin_run(resolve(of | dict(stream=str(stream)) | read_arguments(a.parameters)))
+def begun(a):
+    "A run with the tasks' rows, and its bare backbone. Nothing of it is left in a folder."
+    with tempfile.TemporaryDirectory() as folder:
+        stream = Path(folder)/"asked.yaml"
+        stream.write_text(f"{{name: asked, extends: {a.stream}, only: [{', '.join(a.tasks)}]}}")
+        of = dict(scale="small", adapter="lora", dtype="float32", results_dir=folder,
+            training=dict(max_length=384))
+        run = begin_run(resolve(of | dict(stream=str(stream)) | read_arguments(a.parameters)))
     return run, run.adapter.model.unload().eval()
 
 
@@ -64,10 +65,9 @@ def main():
     parser.add_argument("--out", type=Path, default=SHIPPED)
     parser.add_argument("--record", type=Path, default="records/bench/acceptance.json")
     a = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run, model = begun(a, folder)
-        prompts = [prompt_row(r) for n in run.order for r in run.data[n].train.to_list()[:a.rows]]
-        parts = examples(answers_of(model, run.tokenizer, prompts, a.new_tokens))
+    run, model = begun(a)
+    prompts = [prompt_row(r) for n in run.order for r in run.data[n].train.to_list()[:a.rows]]
+    parts = examples(answers_of(model, run.tokenizer, prompts, a.new_tokens))
     kept = [i % 4 == 3 for i in range(len(parts))]
     x, y = joined([p for p, k in zip(parts, kept) if not k])
     held_x, held_y = joined([p for p, k in zip(parts, kept) if k])

@@ -84,8 +84,8 @@ def answers(meter, a):
         "training.max_length=928"]
     asked = argparse.Namespace(stream="local25", tasks=[TASK], parameters=given, seeds=1, steps=0,
         batch=4, answers=24, prompts=a.prompts, few=a.prompts, new_tokens=a.new_tokens)
+    run, model = begun(asked)
     with tempfile.TemporaryDirectory() as folder:
-        run, model = begun(asked, folder)
         model, place = model.to(a.device), Path(folder)/f"{TASK}-s0"
         place.mkdir()
         costs, table = pass_costs(model), learn_table(references(run.data[TASK]))

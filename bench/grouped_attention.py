@@ -14,7 +14,6 @@ order at each: medians over prompts, and `same`, the share of texts that are the
 import contextlib
 import itertools
 import random
-import tempfile
 from pathlib import Path
 from time import process_time
 
@@ -84,7 +83,7 @@ def main():
     parser.add_argument("--out", type=Path, default="records/bench/grouped_attention.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder: run, model = begun(a, folder)
+    run, model = begun(a)
     rows = [p["input_ids"] for n in run.order for p in run.data[n].evaluation.prompts]
     rows = random.Random(0).sample(rows, a.prompts + 1)
     found, config = {}, model.config

@@ -15,7 +15,6 @@ ship: those of a model of this size in bfloat16. `share` is what a token cost, i
 `score` the task's own.
 """
 import random
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -104,15 +103,14 @@ def main():
     parser.add_argument("--out", type=Path, default="records/bench/held_budget.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        run, model = begun(a, folder)
-        record = circumstances(called(__file__), "cpu") | dict(
-            model=Path(run.config.model).name, dtype=str(model.dtype).removeprefix("torch."),
-            steps=a.steps, new_tokens=a.new_tokens, tasks={})
-        with grouped_attention(model):
-            for name in run.order:
-                record["tasks"][name] = task_told(a, run, model, name)
-                write_record(a.out, record)
+    run, model = begun(a)
+    record = circumstances(called(__file__), "cpu") | dict(
+        model=Path(run.config.model).name, dtype=str(model.dtype).removeprefix("torch."),
+        steps=a.steps, new_tokens=a.new_tokens, tasks={})
+    with grouped_attention(model):
+        for name in run.order:
+            record["tasks"][name] = task_told(a, run, model, name)
+            write_record(a.out, record)
 
 
 if __name__ == "__main__": main()

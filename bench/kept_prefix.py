@@ -16,7 +16,6 @@ is the share of prompts with the plain way's answer, `share` that of their token
 import copy
 import os
 import random
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
@@ -114,17 +113,16 @@ def main():
     parser.add_argument("--out", type=Path, default="records/bench/kept_prefix.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        run, model = begun(a, folder)
-        dice, found = random.Random(0), {}
-        for name in run.order:
-            for n in a.examples:
-                asked = model if n else tuned(model, run.data[name], run.tokenizer, a)
-                task, prefix = begun_with(run.data[name], run.tokenizer, n)
-                told = priced(measured(asked, task, prefix, run.tokenizer, a.prompts, dice))
-                found.setdefault(name, {})[str(n)] = told
-                print(name, n, told, flush=True)
-        dtype = str(model.dtype).removeprefix("torch.")
+    run, model = begun(a)
+    dice, found = random.Random(0), {}
+    for name in run.order:
+        for n in a.examples:
+            asked = model if n else tuned(model, run.data[name], run.tokenizer, a)
+            task, prefix = begun_with(run.data[name], run.tokenizer, n)
+            told = priced(measured(asked, task, prefix, run.tokenizer, a.prompts, dice))
+            found.setdefault(name, {})[str(n)] = told
+            print(name, n, told, flush=True)
+    dtype = str(model.dtype).removeprefix("torch.")
     write_record(a.out, circumstances(called(__file__), "cpu") | dict(
         dtype=dtype, steps=a.steps, batch=a.batch, tasks=found))
 

@@ -27,7 +27,6 @@ import contextlib
 import copy
 import os
 import random
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from time import process_time
@@ -156,8 +155,8 @@ def main():
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     torch.set_num_threads(1), torch.set_grad_enabled(False), keep_memory()
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as until:
-        run, model = begun(a, folder)
+    with contextlib.ExitStack() as until:
+        run, model = begun(a)
         kinds, [data] = kinds_of(model, until), run.data.values()
         prompts = data.evaluation.prompts[:a.prompts + 1]
         ids = torch.tensor([prompts[0]["input_ids"]])

@@ -12,7 +12,6 @@ bootstrap over prompts.
 """
 import contextlib
 import random
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from time import process_time
@@ -45,7 +44,7 @@ def main():
     parser.add_argument("--out", type=Path, default="records/bench/no_gain.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder: run, model = begun(a, folder)
+    run, model = begun(a)
     rows = [p["input_ids"] for n in run.order for p in run.data[n].evaluation.prompts]
     dice, times, drafted = random.Random(0), {w: [] for w in WAYS}, Drafted()
     for k, row in enumerate(dice.sample(rows, a.prompts + 1)):

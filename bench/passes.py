@@ -43,7 +43,6 @@ import copy
 import json
 import math
 import random
-import tempfile
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -487,8 +486,8 @@ def main():
     a = parser.parse_args()
     if a.only and a.only not in a.tasks: parser.error(f"--only: got {a.only}, of {a.tasks}")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as until:
-        run, model = begun(a, folder)
+    with contextlib.ExitStack() as until:
+        run, model = begun(a)
         until.enter_context(grouped_attention(model))
         dtype = str(model.dtype).removeprefix("torch.")
         out = a.out or Path("records/bench")/f"passes-{'-'.join(filter(None, (dtype, a.only)))}.json"

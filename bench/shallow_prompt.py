@@ -13,7 +13,6 @@ process time over that of no such block.
 """
 import copy
 import random
-import tempfile
 from pathlib import Path
 from time import process_time
 
@@ -99,24 +98,23 @@ def main():
     parser.add_argument("--out", type=Path, default="records/bench/shallow_prompt.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        run, model = begun(a, folder)
-        found = {}
-        for name in run.order:
-            data = run.data[name]
-            rows, n = data.train.to_list(), a.steps * a.batch
-            rows, held = rows[:n], rows[n:n + a.rows]
-            batches = list(TaskLoader(rows, Collator(run.tokenizer), a.batch, seed=0))
-            times = prompt_times(model, a.blocks, data.evaluation.prompts[:a.prompts + 1])
-            before = {m: losses(model, m, held) for m in a.blocks}
-            after = {m: losses(trained(model, batches, read_so(m)), m, held) for m in a.blocks if m != 1}
-            found[name] = {str(m): dict(
-                prompt_time=ratio(times[m], times[0]), prompt_ms=1e3 * float(np.median(times[m])),
-                untrained=beside(before[m], before[0]),
-                **(dict(trained=beside(after[m], after[0])) if m in after else {}))
-                for m in a.blocks}
-            print(name, found[name], flush=True)
-        layers, dtype = model.config.num_hidden_layers, str(model.dtype).removeprefix("torch.")
+    run, model = begun(a)
+    found = {}
+    for name in run.order:
+        data = run.data[name]
+        rows, n = data.train.to_list(), a.steps * a.batch
+        rows, held = rows[:n], rows[n:n + a.rows]
+        batches = list(TaskLoader(rows, Collator(run.tokenizer), a.batch, seed=0))
+        times = prompt_times(model, a.blocks, data.evaluation.prompts[:a.prompts + 1])
+        before = {m: losses(model, m, held) for m in a.blocks}
+        after = {m: losses(trained(model, batches, read_so(m)), m, held) for m in a.blocks if m != 1}
+        found[name] = {str(m): dict(
+            prompt_time=ratio(times[m], times[0]), prompt_ms=1e3 * float(np.median(times[m])),
+            untrained=beside(before[m], before[0]),
+            **(dict(trained=beside(after[m], after[0])) if m in after else {}))
+            for m in a.blocks}
+        print(name, found[name], flush=True)
+    layers, dtype = model.config.num_hidden_layers, str(model.dtype).removeprefix("torch.")
     write_record(a.out, circumstances(called(__file__), "cpu") | dict(
         dtype=dtype, n_blocks=layers, steps=a.steps, batch=a.batch, rows=a.rows, tasks=found))
 

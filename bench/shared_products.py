@@ -12,7 +12,6 @@ rounds, after one that is not counted: process time shared over alone, medians o
 """
 import contextlib
 import copy
-import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -51,7 +50,7 @@ def main():
     parser.add_argument("--out", type=Path, default="records/bench/shared_products.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder: run, model = begun(a, folder)
+    run, model = begun(a)
     found = {}
     for name, activations in KINDS.items():
         found[name] = measured(model, a, activations)
