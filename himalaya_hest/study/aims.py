@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..compare.large import large_bytes
 from ..compare.pairs import EQUAL, WIDE, by_pair, method_of, short_name
 from ..compare.standings import MAIN_PAIRS, main_table, paired_table
 from ..ground.table import Table
@@ -178,6 +179,8 @@ def many_aims(
         *own_scores(lines, "1,000 tasks", 5, {"final": .85, LOST: .005}),
         *own_scores(lines, "1,000 tasks", 2.5, dict(final=.85)),
         *order_aims(thousand, "1,000 tasks", {"himalaya": 3, EQUAL: 3, "lora": 1, WIDE: 1}),
+        *order_aims([r for r in thousand if large_bytes(r) <= 2.5e6], "1,000 tasks, in 2.5 MB",
+                    {"himalaya": 3, EQUAL: 3}),
         aim_row("1,000 tasks: memory of a whole run of himalaya beside one of 100 tasks", 1.2, False,
                 held[0] / held[1]),
         aim_row("1,000 tasks: minutes of the longest run, of any method", 60, False, minutes,
