@@ -8,6 +8,7 @@ __all__ = ['DARK', 'MIDDLE', 'LIGHT', 'MOST_FIGURES', 'Chart', 'NoChart', 'no_cu
 
 # %% ../../nbs/compare/05_charts.ipynb #872e8550
 import io
+from base64 import b64encode
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def as_written(self: Chart): # matplotlib.figure.Figure
 def _repr_png_(self: Chart):
     buffer = io.BytesIO()
     self.as_written().savefig(buffer, format="png", dpi=110)
-    return buffer.getvalue(), {"alt": self.described()}
+    # in base64, as IPython's own images are: not every way to a screen takes bytes
+    return b64encode(buffer.getvalue()).decode(), {"alt": self.described()}
 
 # %% ../../nbs/compare/05_charts.ipynb #2334961b
 @patch

@@ -166,7 +166,6 @@ def browse(
     """Lists to choose a world and methods from, with the tables and figures of the choice below;
     needs ipywidgets and a Jupyter front end."""
     import ipywidgets as widgets
-    from IPython.display import display
     first, names = explorer.named(world), list(explorer.worlds())
     at = widgets.Dropdown(options=names, value=first, description="world")
     methods = widgets.SelectMultiple(options=explorer.methods(first), rows=8, description="methods")
@@ -175,8 +174,10 @@ def browse(
     def chosen(): return explorer.choose(at.value, list(methods.value))
     def show(change=None):
         box.shown = chosen()
-        out.clear_output(wait=True)
-        with out: display(*shown_of(box.shown))
+        # as values: who runs notebooks without a screen may wait for ever behind `with out`
+        with out.hold_sync():
+            out.outputs = ()
+            for drawn in shown_of(box.shown): out.append_display_data(drawn)
     # not watched while the options change, else every change would draw anew
     def other(change):
         methods.unobserve(show, "value")
