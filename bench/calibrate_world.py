@@ -26,12 +26,13 @@ RATES = (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)
 STREAMS = {"main": "mini25", "dev": "mini25_dev"}
 
 
-def start(model_dir, threads=1):
-    torch.set_num_threads(threads)
+def start():
+    torch.set_num_threads(1)
     logging.set_verbosity_error()
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    folder = str(mini_backbone_dir())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return tokenizer, model
 
 
@@ -88,29 +89,29 @@ def evaluate(model, task, world, tokenizer):
             said[i] = tokenizer.decode(ids, skip_special_tokens=True)
     labels = (task.labels if task.metric == "label_accuracy" else (task.no_answer,)
         if task.no_answer else None)
-    return score(task.metric, said, [e.references for e in examples],
-        labels)["score"], [(e.prompt, e.target, s) for e, s in zip(examples[:3], said)]
+    return score(task.metric, said, [e.references for e in examples], labels)["score"]
 
 
 def one(job):
     "Zero-shot (rate None) or LoRA-8 on one task alone."
-    model_dir, world, name, rate, seed = job
-    tokenizer, model = start(model_dir)
+    world, name, rate, seed = job
+    tokenizer, model = start()
     task = next(t for t in load_stream(STREAMS[world]).tasks if t.name == name)
     if rate is not None:
         model = with_lora(model, seed)
         train(model, task, world, tokenizer, rate, seed)
-    return (name, rate, *evaluate(model, task, world, tokenizer))
+    return name, rate, evaluate(model, task, world, tokenizer)
 
 
 def sequence(job):
-    "LoRA-8 on all tasks in order; the matrix of scores."
-    model_dir, world, rate, seed = job
-    tokenizer, model = start(model_dir)
-    model, tasks, matrix = with_lora(model, seed), load_stream(STREAMS[world]).tasks, []
+    "LoRA-8 on these tasks in order; the matrix of scores."
+    world, names, rate, seed = job
+    tokenizer, model = start()
+    model, matrix = with_lora(model, seed), []
+    tasks = [t for t in load_stream(STREAMS[world]).tasks if t.name in names]
     for i, task in enumerate(tasks):
         train(model, task, world, tokenizer, rate, seed)
-        matrix.append([evaluate(model, t, world, tokenizer)[0] for t in tasks[:i + 1]])
+        matrix.append([evaluate(model, t, world, tokenizer) for t in tasks[:i + 1]])
     return matrix
 
 
@@ -122,52 +123,40 @@ def forgetting(matrix):
 
 
 def main():
-    p = argparse.ArgumentParser()
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--world", choices=list(STREAMS), default="main")
-    p.add_argument("--model", default=str(mini_backbone_dir()))
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--rates", type=float, nargs="+", default=RATES)
     p.add_argument("--tasks", nargs="*", help="only these")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--skip-sequence", action="store_true")
-    p.add_argument("--sequence-rate", type=float,
-        help="rate of the sequence (default: the one that is best on average)")
     p.add_argument("--out")
-    p.add_argument("--show", action="store_true", help="print three answers a task")
     a = p.parse_args()
     begun = time.time()
     names = a.tasks or [t.name for t in load_stream(STREAMS[a.world]).tasks]
-    jobs = [(a.model, a.world, n, r, a.seed) for r in (None, *a.rates) for n in names]
-    table, best = {n: {} for n in names}, {}
+    jobs = [(a.world, n, r, a.seed) for r in (None, *a.rates) for n in names]
+    table = {n: {} for n in names}
     with ProcessPoolExecutor(a.workers, mp_context=get_context("spawn")) as pool:
-        for name, rate, value, shown in pool.map(one, jobs):
+        for name, rate, value in pool.map(one, jobs):
             table[name]["zero_shot" if rate is None else f"{rate:g}"] = round(value, 4)
-            if not a.show: print(name, rate, round(value, 3), flush=True)
-            else: print(name, rate, round(value, 3), shown, flush=True)
+            print(name, rate, round(value, 3), flush=True)
         mean = {k: sum(table[n][k] for n in names) / len(names) for k in table[names[0]]}
         rates = [k for k in mean if k != "zero_shot"]
-        single = max(rates, key=mean.get) if rates else None
-        best = {n: max(table[n][k] for k in rates) for n in names} if rates else {}
-        matrix = (None if a.skip_sequence
-            else list(pool.map(sequence,
-                [(a.model, a.world, a.sequence_rate or float(single), a.seed)]))[0])
-    result = {"world": a.world, "seed": a.seed, "rates": list(a.rates),
-        "zero_shot_mean": mean["zero_shot"], "single_task": table, "mean": mean,
-        "single_rate": single, "at_least_80_single_rate": sum(table[n][single] >= 0.8
-            for n in names) if single else None, "at_least_80_best_rate": sum(
-                v >= 0.8 for v in best.values()),
-        "best_rate_mean": sum(best.values()) / max(len(best), 1)}
-    if matrix:
-        result.update(sequence_rate=a.sequence_rate or float(single),
-            sequence_forgetting=forgetting(matrix),
-            sequence_average_last=sum(matrix[-1]) / len(matrix),
-            sequence_just_learned=sum(r[-1] for r in matrix) / len(matrix),
-            sequence_matrix=[[round(v, 4) for v in r] for r in matrix])
-    result["wall_s"] = round(time.time() - begun)
-    result["command"] = (
-        f"python bench/calibrate_world.py --world {a.world} --seed {a.seed} --rates "
-        f"{' '.join(f'{r:g}' for r in a.rates)}"
-    )
+        single = max(rates, key=mean.get)
+        best = {n: max(table[n][k] for k in rates) for n in names}
+        matrix, = pool.map(sequence, [(a.world, names, float(single), a.seed)])
+    result = dict(world=a.world, seed=a.seed, rates=list(a.rates),
+        zero_shot_mean=mean["zero_shot"], single_task=table, mean=mean, single_rate=single,
+        at_least_80_single_rate=sum(table[n][single] >= .8 for n in names),
+        at_least_80_best_rate=sum(v >= .8 for v in best.values()),
+        best_rate_mean=sum(best.values()) / len(best),
+        sequence_rate=float(single), sequence_forgetting=forgetting(matrix),
+        sequence_average_last=sum(matrix[-1]) / len(matrix),
+        sequence_just_learned=sum(r[-1] for r in matrix) / len(matrix),
+        sequence_matrix=[[round(v, 4) for v in r] for r in matrix],
+        wall_s=round(time.time() - begun),
+        command=f"python bench/calibrate_world.py --world {a.world} --seed {a.seed} --rates "
+                f"{' '.join(f'{r:g}' for r in a.rates)}")
     for n in names: print(f"{n:14}", *(f"{k}={v:.2f}" for k, v in table[n].items()))
     print({k: v for k, v in result.items() if k not in ("single_task", "sequence_matrix")})
     if a.out:
