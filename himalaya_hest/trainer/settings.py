@@ -50,6 +50,7 @@ NOT_USED = { # argument → what to do instead
     "torch_compile": "leave it out", "load_best_model_at_end": "leave it out",
     "optim_target_modules": "leave it out", "use_liger_kernel": "leave it out",
     "dataloader_drop_last": "leave it out",
+    "eval_strategy": "each task is scored when it was learned, learn(..., eval_rows=...)",
 }
 
 def check_arguments(
@@ -58,9 +59,10 @@ def check_arguments(
     "`ValueError` for an argument that this loop would have to ignore."
     usual = {f.name: f.default for f in dataclasses.fields(args)}
     for name, instead in NOT_USED.items():
-        if getattr(args, name, None) not in (usual.get(name), None, False, ""):
-            raise ValueError(f"TrainingArguments({name}={getattr(args, name)!r}) has no effect on "
-                             f"a stream of tasks: {instead}")
+        given = getattr(args, name, None)
+        if given not in (usual.get(name), None, False, ""):
+            raise ValueError(f"TrainingArguments({name}={getattr(given, 'value', given)!r}) has no "
+                             f"effect on a stream of tasks: {instead}")
     # a command line says yes in words; a path is another place than output_dir
     if (where := args.resume_from_checkpoint) and str(where).lower() not in ("true", "yes", "1"):
         raise ValueError(f"TrainingArguments(resume_from_checkpoint={where!r}): a stream goes on from its "
