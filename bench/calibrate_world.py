@@ -21,6 +21,7 @@ from himalaya_hest.streams.backbone import mini_backbone_dir
 from himalaya_hest.streams.mini_world import Dice, mini_rows
 from himalaya_hest.streams.stream import load_stream
 from himalaya_hest.measures.text import score
+from himalaya_hest.workshop.measuring import called
 
 RATES = (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)
 STREAMS = {"main": "mini25", "dev": "mini25_dev"}
@@ -119,7 +120,7 @@ def forgetting(matrix):
     "Mean over all but the last task of best earlier − last."
     n = len(matrix)
     return sum(max(matrix[i][j] for i in range(j, n - 1)) - matrix[-1][j]
-        for j in range(n - 1)) / (n - 1)
+        for j in range(n - 1)) / max(n - 1, 1)
 
 
 def main():
@@ -133,7 +134,10 @@ def main():
     p.add_argument("--out")
     a = p.parse_args()
     begun = time.time()
-    names = a.tasks or [t.name for t in load_stream(STREAMS[a.world]).tasks]
+    there = [t.name for t in load_stream(STREAMS[a.world]).tasks]
+    if unknown := [n for n in a.tasks or () if n not in there]:
+        p.error(f"--tasks {' '.join(unknown)}: not in {STREAMS[a.world]}, which has {', '.join(there)}")
+    names = a.tasks or there
     jobs = [(a.world, n, r, a.seed) for r in (None, *a.rates) for n in names]
     table = {n: {} for n in names}
     with ProcessPoolExecutor(a.workers, mp_context=get_context("spawn")) as pool:
@@ -154,9 +158,7 @@ def main():
         sequence_average_last=sum(matrix[-1]) / len(matrix),
         sequence_just_learned=sum(r[-1] for r in matrix) / len(matrix),
         sequence_matrix=[[round(v, 4) for v in r] for r in matrix],
-        wall_s=round(time.time() - begun),
-        command=f"python bench/calibrate_world.py --world {a.world} --seed {a.seed} --rates "
-                f"{' '.join(f'{r:g}' for r in a.rates)}")
+        wall_s=round(time.time() - begun), command=called(__file__))
     for n in names: print(f"{n:14}", *(f"{k}={v:.2f}" for k, v in table[n].items()))
     print({k: v for k, v in result.items() if k not in ("single_task", "sequence_matrix")})
     if a.out:
