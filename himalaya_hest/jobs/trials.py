@@ -158,6 +158,8 @@ def take_back(
     for t in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         if not leases.take(str(t.number)): continue
         try:
+            # its worker may have told it, and let it go, since it was listed
+            if study.get_trials(deepcopy=False)[t.number].state != TrialState.RUNNING: continue
             _queue_again(study, t, names)
             study.tell(t.number, state=TrialState.FAIL)
         finally: leases.release(str(t.number))
