@@ -42,7 +42,6 @@ import gc
 import hashlib
 import json
 import platform
-import resource
 import subprocess
 import sys
 import time
@@ -64,6 +63,7 @@ from himalaya_hest.ground.hooks import HookList, TaskContext
 from himalaya_hest.adapters.registry import Adapter, build_adapter
 from himalaya_hest.ground.loss import target_logits, target_loss
 from himalaya_hest.himalaya.tuner import lora_factors
+from himalaya_hest.running.record import peak_memory_mb
 from himalaya_hest.running.training import make_optimizer, model_inputs
 from himalaya_hest.workshop.measuring import (
     called, circumstances, llama_config, random_backbone)
@@ -325,12 +325,8 @@ def peak_mb(a):
         peak = torch.cuda.max_memory_allocated() / 1e6
         torch.cuda.reset_peak_memory_stats()
         return peak
-    try:
-        peak = next(int(l.split()[1]) * 1024 / 1e6
-            for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM"))
-    except (OSError, StopIteration): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    try: Path("/proc/self/clear_refs").write_text("5")
-    except OSError: pass
+    peak = peak_memory_mb()
+    with contextlib.suppress(OSError): Path("/proc/self/clear_refs").write_text("5")
     return peak
 
 

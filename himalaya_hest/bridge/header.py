@@ -11,7 +11,6 @@ __all__ = ['MAX_JSON', 'FORMAT', 'KEY', 'NEUTRAL', 'UNORDERED', 'FACTS', 'read_j
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 import himalaya_hest
 from ..ground.files import tensor_digest
+from ..ground.whole_files import replacing
 
 # %% ../../nbs/bridge/05_header.ipynb #f77516a3
 MAX_JSON = 1_000_000 # bytes
@@ -110,15 +110,13 @@ def add_metadata(
     value: str,
 ) -> None:
     "One more entry in a file's header."
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(path, "rb") as old, open(temporary, "wb") as new:
+    with replacing(path) as temporary, open(path, "rb") as old, open(temporary, "wb") as new:
         header = json.loads(old.read(int.from_bytes(old.read(8), "little")))
         header = {"__metadata__": header.pop("__metadata__", {}) | {key: value}} | header
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         new.write(len(text).to_bytes(8, "little") + text)
         shutil.copyfileobj(old, new)
-    os.replace(temporary, path)
 
 # %% ../../nbs/bridge/05_header.ipynb #f824eae9
 def known_class(

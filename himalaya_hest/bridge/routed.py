@@ -357,7 +357,9 @@ def set_instruction(self: RoutedModel, instruction: str | list[int] | None, toke
         if tokenizer is None:
             raise ValueError("set_instruction got text but knows no tokenizer; pass one, or token ids")
         instruction = tokenizer(instruction, add_special_tokens=False)["input_ids"]
-    self.__dict__["_instruction"] = None if instruction is None else torch.tensor(instruction)
+    # one without tokens says nothing
+    said = instruction is not None and len(instruction)
+    self.__dict__["_instruction"] = torch.tensor(instruction) if said else None
 
 # %% ../../nbs/bridge/10_routed.ipynb #cb1c8960
 def _to_device(tuner, batch):

@@ -11,7 +11,6 @@ __all__ = ['DTYPES', 'PRODUCTS', 'MOST_ROWS', 'FORMAT', 'quantised', 'RoundedWei
 import functools
 import json
 import math
-import os
 import platform
 import time
 import warnings
@@ -21,6 +20,8 @@ from pathlib import Path
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
+
+from ..ground.whole_files import replacing
 
 # %% ../../nbs/hest/08_int8.ipynb #eb47ddb2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -265,14 +266,12 @@ def _merge(self: Calibration) -> None:
 def save(self: Calibration) -> None:
     "Write all that is known, merged with what the file holds now, in one step."
     if self.file is None: return
-    temporary = self.file.with_name(f".{self.file.name}.{os.getpid()}")
     try:
         # other processes write too: nothing of theirs is lost
         self._merge()
         self.file.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(dict(format=FORMAT, times=self.times), indent=1, sort_keys=True)
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.file)
+        with replacing(self.file) as new: new.write_text(text, encoding="utf-8")
     except OSError as e:
         warnings.warn(
             f"{self.file} cannot be written ({e}): times of int8 products are kept in memory alone"

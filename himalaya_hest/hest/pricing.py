@@ -34,7 +34,7 @@ class BudgetHooks(StreamHooks):
         self.driven = True
         self.budget.begin(task.n_steps)
     def on_task_end(self, loader): self.driven = False
-    def step_sums(self): return {"energy": self.energy}
+    def step_sums(self): return {"energy": self.energy, "weight": self.weight}
     def after_backward(self): self.tuner.forget_pass()
     def on_step_skipped(self):
         self.tuner.forget_pass()
@@ -72,10 +72,12 @@ def micro_batch_loss(self: BudgetHooks, model, batch, share):
 # %% ../../nbs/hest/14a_pricing.ipynb #73baad92
 @patch
 def after_optimizer_step(self: BudgetHooks, old):
-    self.last = dict(energy=float(self.energy), energy_price=float(self.budget.price))
+    # a loop may not say of which share of its step a pass is, and each then counts as one whole
+    energy = self.energy / self.weight
+    self.last = dict(energy=float(energy), energy_price=float(self.budget.price))
     # a fixed price has no target
     if self.budget.dual_rate: self.last["energy_target"] = self.budget.target()
-    self.budget.step_(self.energy)
+    self.budget.step_(energy)
     self.forget_sums()
 
 # %% ../../nbs/hest/14a_pricing.ipynb #8bed1d33
@@ -88,7 +90,7 @@ def watch_steps(self: BudgetHooks) -> None:
     self.unpriced = False
     energy, weight = summed([self.energy, self.weight]) if moved else (self.energy, self.weight)
     if not moved or not weight: return
-    self.energy.copy_(energy / weight)
+    self.energy.copy_(energy), self.weight.copy_(weight)
     self.after_optimizer_step({})
 
 def _warn_unpriced():

@@ -34,7 +34,9 @@ class NvmlMeter(Meter):
     (`nvmlDeviceGetTotalEnergyConsumption`). `RuntimeError` where it cannot be read."""
     def __init__(self,
         uuid: str, # of the device, GPU-...: the driver counts other devices than a process sees
+        device: str = "cuda", # the same, as torch names it, whose work is waited for
     ):
+        self.device = device
         # the package is needed where there is a board, and nowhere else
         try: import pynvml
         except ImportError as e:
@@ -55,7 +57,7 @@ class NvmlMeter(Meter):
     def joules(self): return self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) / 1000
     def synchronise(self):
         import torch
-        if torch.cuda.is_available(): torch.cuda.synchronize()
+        if torch.cuda.is_available(): torch.cuda.synchronize(self.device)
 
 # %% ../../nbs/measures/09_energy.ipynb #09d7165a
 class RaplMeter(Meter):
@@ -143,7 +145,7 @@ def find_meter(
         )
     # `auto` may find nothing; what was asked for by name may not
     if name == "none" or fits is None: return Meter()
-    try: return NvmlMeter(device_uuid(device)) if fits == "nvml" else RaplMeter()
+    try: return NvmlMeter(device_uuid(device), device) if fits == "nvml" else RaplMeter()
     except RuntimeError:
         if name != "auto": raise
         return Meter()

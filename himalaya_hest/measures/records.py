@@ -10,7 +10,6 @@ __all__ = ['record_row', 'pack_records', 'record_texts', 'unpack_records', 'grid
 # %% ../../nbs/measures/13_records.ipynb #b1aec566
 import difflib
 import json
-import os
 import re
 import stat
 import warnings
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Callable
 
 from ..ground.table import Table
+from ..ground.whole_files import replacing
 from .record_shape import misfit, mismatch, NEEDED, RECORD
 from .record_tables import same_world, summary_table, task_table
 
@@ -54,10 +54,9 @@ def pack_records(
     columns = list(dict.fromkeys(k for row in rows for k in row if k != "record")) + ["record"]
     table = pa.table({k: [row.get(k) for row in rows] for k in columns})
     # a reader sees the old file or the new one; no text is there twice, so a dictionary only adds
-    path, partial = Path(path), Path(path).with_suffix(".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, partial, use_dictionary=False, compression="zstd", compression_level=19)
-    os.replace(partial, path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as new: pq.write_table(
+        table, new, use_dictionary=False, compression="zstd", compression_level=19)
 
 # %% ../../nbs/measures/13_records.ipynb #f25b7924
 @lru_cache(maxsize=2)

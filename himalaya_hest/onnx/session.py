@@ -339,7 +339,8 @@ session = s.OnnxSession(sys.argv[2], int(sys.argv[3]))
 session.generate(np.array(json.loads(sys.argv[4])), max_new_tokens=4, eos_token_id=-1)
 lines = open('/proc/self/status').read().splitlines() if sys.platform == 'linux' else []
 peaks = [int(l.split()[1]) for l in lines if l.startswith('VmHWM')]
-print((peaks or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])[0] * 1024 / 1e6)"""
+peak, unit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 1 if sys.platform == 'darwin' else 1024
+print((peaks or [peak])[0] * unit / 1e6)"""
 
 def peak_memory_mb(
     folder: str | Path,

@@ -25,6 +25,8 @@ import torch
 from safetensors.torch import load as load_safetensors, save as save_safetensors
 from torch import Tensor
 
+from ..ground.whole_files import replacing
+
 # %% ../../nbs/running/12_checkpoint.ipynb #9662f3c1
 REFUSALS = {  # errno → what happened, and the way out
     errno.ENOSPC: "the disk is full: free some space on it",
@@ -114,17 +116,11 @@ def write_atomic(
             f"{path} is not written: the text {near} ends in half a character, "
             "which no UTF-8 file can hold; mend the record, name or row that it comes from"
         ) from None
-    # a name of this process' own: two that write the same file do not meet
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with telling_refusals(
-            path, len(data), "What was there before is whole." if path.exists() else ""
-        ):
-            write_synced(temporary, data)
-            os.replace(temporary, path)
-            _sync(path.parent)
-    finally:
-        with contextlib.suppress(OSError): temporary.unlink()
+    with telling_refusals(
+        path, len(data), "What was there before is whole." if path.exists() else ""
+    ):
+        with replacing(path) as new: write_synced(new, data)
+        _sync(path.parent)
 
 # %% ../../nbs/running/12_checkpoint.ipynb #aca247f2
 def _digest(data): return hashlib.sha256(data).hexdigest()
@@ -261,8 +257,9 @@ def set_random_states(
     random.setstate(
         (3, tuple(states["python"].tolist()), *(states["python_gauss"].tolist() or [None]))
     )
-    cuda = [v for k, v in sorted(states.items()) if k.startswith("cuda.")]
-    if cuda and torch.cuda.is_available(): torch.cuda.set_rng_state_all(cuda)
+    # a machine may have more GPUs than the one that wrote them, or fewer
+    for i in range(torch.cuda.device_count()):
+        if f"cuda.{i}" in states: torch.cuda.set_rng_state(states[f"cuda.{i}"], i)
 
 # %% ../../nbs/running/12_checkpoint.ipynb #c86c6c97
 def seed_all(

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SampleCosts', 'Utilisation', 'CostCounter', 'adapter_multiply_adds', 'count_answers', 'modelled_joules',
-           'measured_joules', 'joules_here', 'latencies_ms', 'clock_of', 'percentiles', 'latency_parts', 'energy_part']
+           'measured_joules', 'joules_here', 'latencies_ms', 'clock_name', 'percentiles', 'latency_parts',
+           'energy_part']
 
 # %% ../../nbs/running/18_energy.ipynb #e6a722f8
 import time
@@ -308,8 +309,8 @@ def latencies_ms(
     before them warms up."""
     device = next(adapter.model.parameters()).device
     # a GPU works on after a call has returned: each reading of the clock waits for it
-    wait = (lambda: torch.cuda.synchronize()) if device.type == "cuda" else (lambda: None)
-    ends, samples, tokens, now = [], [], [], getattr(time, clock_of(device.type))
+    def wait(): device.type == "cuda" and torch.cuda.synchronize(device)
+    ends, samples, tokens, now = [], [], [], getattr(time, clock_name(device.type))
     # the end of each forward pass; what lies between two of them is a step of decoding
     def mark(*_): wait(); ends.append(now())
     handle = adapter.model.get_base_model().register_forward_hook(mark)
@@ -328,7 +329,7 @@ def latencies_ms(
     return np.array(samples), np.array(tokens)
 
 # %% ../../nbs/running/18_energy.ipynb #1cdfac24
-def clock_of(device_type: str) -> str: # a clock of `time`
+def clock_name(device_type: str) -> str: # a clock of `time`
     alone = device_type == "cpu" and torch.get_num_threads() == 1
     return "process_time" if alone else "perf_counter"
 
@@ -353,7 +354,7 @@ def latency_parts(
             samples=percentiles(requests), decoded_tokens=percentiles(steps),
             n_samples=len(requests), n_tokens=len(steps),
             new_tokens=new, batch_size=b, num_beams=1,
-            clock=clock_of(next(adapter.model.parameters()).device.type),
+            clock=clock_name(next(adapter.model.parameters()).device.type),
         ))
     return parts
 

@@ -18,6 +18,7 @@ from typing import Callable
 
 from ..adapters.names import adapter_names
 from ..ground.spelling import nearest
+from ..ground.whole_files import replacing
 from .parameters import GROUPS, RunConfig, said_of
 from .resolve import resolve
 from ..streams.stream import read_yaml, read_yaml_text, stream_names
@@ -57,12 +58,9 @@ def checked_parameters(
 def save_config(config: RunConfig, path: str | Path) -> None:
     "Write a resolved run as YAML, to be run again with `papermill -f`."
     import yaml
-    # renamed below, so that a killed run leaves no half file
-    temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
-    temporary.write_text(
+    with replacing(path) as new: new.write_text(
         yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), encoding="utf-8"
     )
-    os.replace(temporary, path)
 
 # %% ../../nbs/running/06_run_files.ipynb #18cbfab5
 MAX_VALUES = 10_000 # of a run or grid file, those repeated by a name too; a run has about a hundred

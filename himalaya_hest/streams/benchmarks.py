@@ -7,11 +7,11 @@ __all__ = ['PLACES', 'published_rows', 'convert', 'main']
 
 # %% ../../nbs/streams/17_benchmarks.ipynb #1a5362d2
 import json
-import os
 import sys
 from pathlib import Path
 
 from ..ground.spelling import nearest
+from ..ground.whole_files import replacing
 from .stream import load_stream
 from .task_keys import split_rows
 from .tasks import Task
@@ -140,10 +140,8 @@ def _published_file(stream, source, task, split):
 # %% ../../nbs/streams/17_benchmarks.ipynb #60bb74ee
 def _write_lines(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows)
-    partial.write_text(lines, encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as new: new.write_text(lines, encoding="utf-8")
 
 # %% ../../nbs/streams/17_benchmarks.ipynb #3d07bf01
 def main(arguments):

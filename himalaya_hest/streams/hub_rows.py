@@ -14,10 +14,10 @@ import os
 import re
 import tempfile
 from pathlib import Path, PurePosixPath
-from uuid import uuid4
 
 from fastcore.basics import patch
 
+from ..ground.whole_files import replacing
 from .hub_files import Snapshot
 from .task_keys import split_rows
 from .tasks import Task
@@ -73,22 +73,18 @@ def write_rows(
 ) -> int: # rows written
     "Write tables with their row numbers to an Arrow stream file, then rename it."
     import pyarrow as pa
-    # a name of its own: another process may be writing the same file
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial, out, n_rows = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part"), None, 0
-    try:
-        with pa.OSFile(str(partial), "wb") as sink:
-            # the first table says what columns there are, so even no rows make a readable file
-            for first, table in tables:
-                table = table.replace_schema_metadata(None).append_column(
-                    NUMBER, pa.array(range(first, first + len(table)), pa.int64())
-                )
-                out = out or pa.ipc.new_stream(sink, table.schema)
-                out.write_table(table, max_chunksize=1000)
-                n_rows += len(table)
-            out.close()
-        os.replace(partial, path)
-    finally: partial.unlink(missing_ok=True)
+    out, n_rows = None, 0
+    with replacing(path) as new, pa.OSFile(str(new), "wb") as sink:
+        # the first table says what columns there are, so even no rows make a readable file
+        for first, table in tables:
+            table = table.replace_schema_metadata(None).append_column(
+                NUMBER, pa.array(range(first, first + len(table)), pa.int64())
+            )
+            out = out or pa.ipc.new_stream(sink, table.schema)
+            out.write_table(table, max_chunksize=1000)
+            n_rows += len(table)
+        out.close()
     return n_rows
 
 # %% ../../nbs/streams/12_hub_rows.ipynb #ce84f7ad

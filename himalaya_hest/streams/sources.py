@@ -12,7 +12,6 @@ import ast
 import hashlib
 import importlib.util
 import json
-import os
 import random
 import sys
 from array import array
@@ -21,12 +20,12 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from uuid import uuid4
 
 from fastcore.basics import patch
 
 from ..ground.quiet import waiting
 from ..ground.spelling import nearest
+from ..ground.whole_files import replacing
 from .files import bytes_digest, find_split, open_split
 from .stream import WORLDS, WRITE_ROWS
 from .task_keys import split_rows
@@ -75,11 +74,7 @@ def save_json(
 ) -> dict: # the same
     "Write a JSON file under a temporary name, then rename it."
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.part")
-    try:
-        partial.write_text(json.dumps(data, indent=1), encoding="utf-8")
-        os.replace(partial, path)
-    finally: partial.unlink(missing_ok=True)
+    with replacing(path) as new: new.write_text(json.dumps(data, indent=1), encoding="utf-8")
     return data
 
 def load_json(path: Path) -> dict | None: # None where it is missing or damaged

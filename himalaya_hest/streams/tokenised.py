@@ -10,13 +10,13 @@ __all__ = ['tokenizer_digest', 'code_digest', 'in_chunks', 'encoded_chunks', 'wr
 # %% ../../nbs/streams/10_tokenised.ipynb #ea44cb41
 import hashlib
 import json
-import os
 import tempfile
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..ground.whole_files import replacing
 from .batching import encode, encode_all, start_ids
 from .sources import (
     capped, digest_of, examples_of, json_bytes, load_json, noise_rate, save_json, Source,
@@ -93,12 +93,9 @@ def write_arrow(
     ))
     # what is there under the file's own name is whole
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, schema) as out:
+    with replacing(path) as new:
+        with pa.OSFile(str(new), "wb") as sink, pa.ipc.new_stream(sink, schema) as out:
             for rows in chunks: out.write_table(pa.Table.from_pylist(rows, schema))
-        os.replace(partial, path)
-    finally: partial.unlink(missing_ok=True)
 
 # %% ../../nbs/streams/10_tokenised.ipynb #6ce32962
 class ArrowRows:

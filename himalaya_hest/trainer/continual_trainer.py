@@ -173,19 +173,18 @@ def learn(self: ContinualTrainer,
     FloatingPointError after five steps in a row without a finite loss or gradient."""
     rows, task = _known(self, name, rows, instruction, metric, labels, max_new_tokens, stop)
     if eval_rows is not None: task.held_back = _hold_back(self, task, eval_rows)
-    place, state = len(self.tasks), None
     training = training_of(self.args, self.own, self.steps_of(rows), num_processes())
     mark = task_mark(name, rows.rows, training, self.model.active_peft_config)
+    learned = self.position.learned[len(self.tasks):]
+    if known := learned[0] if learned else self.position.begun:
+        check_known(known, mark, self.args.output_dir)
     self.tasks[name] = task
     # what the checkpoint has finished is passed over
-    if place < len(self.position.learned):
-        check_known(self.position.learned[place], mark, self.args.output_dir)
+    if learned:
         tasks_begun(self.model).append(name)
         self.tell_card()
         return TrainOutput(self.state.global_step, float("nan"), {})
-    if self.position.begun:
-        check_known(self.position.begun, mark, self.args.output_dir)
-        state, self.unfinished = self.unfinished, None
+    state, self.unfinished = self.unfinished, None
     return Lesson(self, rows, task, mark, training).learn(state)
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #df6a7ef9

@@ -68,9 +68,9 @@ def learn(self: Lesson,
     self.open_bar(state.step if state else 0)
     try:
         with no_waiting_bars(t.args.disable_tqdm):
-            self.event("on_train_begin")
             # until the adapter has ended the task, nothing of it counts
             try:
+                self.event("on_train_begin")
                 with one_task(t.model, self.task.name, t.adapter.hooks):
                     learn_task(t.adapter, context, self.loader, len(self.loader()), self.training,
                                t.accelerator, state, self.on_step)

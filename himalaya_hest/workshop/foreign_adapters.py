@@ -10,7 +10,6 @@ __all__ = ['WAYS', 'DOORS', 'flip_bits', 'cut_or_fill', 'edit_header', 'edit_ten
 import argparse
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -31,6 +30,7 @@ from ..bridge.header import KEY, read_tensors, write_record
 from ..bridge.saved import load_adapter
 from ..ground.field_types import LARGEST
 from ..bridge.shell import tiny_backbone
+from ..running.record import peak_memory_mb
 from .family import attached, drive, prompts_of
 
 # %% ../../nbs/workshop/02_foreign_adapters.ipynb #ef8da07f
@@ -279,19 +279,18 @@ def saved(
 # %% ../../nbs/workshop/02_foreign_adapters.ipynb #2851efee
 class _Slow(BaseException): pass
 def _too_slow(*_): raise _Slow("took more than 10 s of this process's time")
-def _peak_mb(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 # %% ../../nbs/workshop/02_foreign_adapters.ipynb #9bcd00b4
 def _attempt(whole, folder, seed, door): # → way, record, outcome, MB by which the process grew
     way, how = damage(whole.folder, folder, seed)
-    before = _peak_mb()
+    before = peak_memory_mb()
     # its own time, so that other work on the machine is not mistaken for a fault
     signal.setitimer(signal.ITIMER_PROF, 10)
     out = verdict(folder, door, whole.answers)
     signal.setitimer(signal.ITIMER_PROF, 0)
     # under a record that was written anew another answer is what was saved
     if out in ("another answer", "not finite") and how == "renewed": out = "other"
-    return way, how, out, _peak_mb() - before
+    return way, how, out, peak_memory_mb() - before
 
 # %% ../../nbs/workshop/02_foreign_adapters.ipynb #4157ffed
 def fuzz(
