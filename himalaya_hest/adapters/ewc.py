@@ -23,7 +23,7 @@ def squared_gradients(
     model: nn.Module, # a causal LM that returns `.logits`
     parameters: dict[str, nn.Parameter], # those whose information is wanted
     loader: Iterable[dict], # batches of one task
-    n_examples: int, # rows to use at most
+    n_examples: int, # rows behind which no further batch is read
     generator: torch.Generator, # draws the labels
 ) -> tuple[dict[str, Tensor], int, int]: # sums of squares, rows seen, rows left out
     "Over batches of labels that the model itself draws; a batch whose gradients are not finite is left out."
@@ -49,7 +49,7 @@ def diagonal_fisher(
     model: nn.Module, # a causal LM that returns `.logits`
     parameters: dict[str, nn.Parameter], # those whose information is wanted
     loader: Iterable[dict], # batches of one task
-    n_examples: int, # rows to use at most
+    n_examples: int, # rows behind which no further batch is read
     generator: torch.Generator, # draws the labels
 ) -> dict[str, Tensor]: # per parameter, its shape, float32
     "Diagonal Fisher information, normalised to mean 1 over all entries; zeros where the model never depended on them."
@@ -70,7 +70,7 @@ class EWC(StreamHooks):
     λ/2 Σ F (θ − θ*)² in the next."""
     def __init__(self,
         model: nn.Module, # its parameters with requires_grad at a task's end are protected
-        strength: float = 1., # λ
+        strength: float = EWC_DEFAULTS["strength"], # λ
         decay: float = EWC_DEFAULTS["decay"], # ρ, of the Fisher information of earlier tasks
         n_examples: int = EWC_DEFAULTS["n_examples"], # rows of a task from which F is estimated
         seed: int = 0, # of the sampled labels

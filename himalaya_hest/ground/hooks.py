@@ -31,7 +31,7 @@ class StreamHooks:
         or unfreeze here."""
     def extra_loss(self, model: nn.Module, batch: dict) -> Tensor | None:
         """A scalar to add to the loss of an optimiser step, or None; `batch` is the step's first
-        micro-batch."""
+        micro-batch, or within `learning` each one, whose share of the scalar is added."""
     def micro_batch_loss(self, model: nn.Module, batch: dict, share: float) -> Tensor | None:
         """After the forward pass of each micro-batch, whose part of the step's attended tokens is
         `share`: a scalar to add to its loss, or None."""

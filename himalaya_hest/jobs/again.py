@@ -277,7 +277,7 @@ def compare_records(
     again: dict, # of the repeated run
     tolerance: float = 0., # of numbers
 ) -> Repeated:
-    "Every value of both, group by group; new figures of a summary are told, not counted."
+    "Every value of both, group by group; figures that only the new summary has are passed over."
     decimals = 4 if is_compact(record) or is_compact(again) else None
     old, new = values_of(record, decimals), values_of(again, decimals)
     compared = {g: _compared(g, old[g], new[g], tolerance) for g in old if g in new}

@@ -194,7 +194,7 @@ def _known_labels(labels, references):
 
 # %% ../../nbs/measures/02_answers.ipynb #18652fdc
 def check_references(
-    metric: str, # a name in text_metrics.METRICS
+    metric: str, # a name in `measures.text.METRICS`
     references: list[tuple[str, ...]], # accepted answers of each row
     labels=None, # label texts, as the metric takes them
 ) -> None:

@@ -37,7 +37,7 @@ log = logging.getLogger("himalaya_hest")
 class EvaluationTask:
     "The evaluation rows of one task, tokenised."
     name: str
-    metric: str # a name in text_metrics.METRICS
+    metric: str # a name in `measures.text.METRICS`
     max_new_tokens: int # generated at most
     prompts: tuple # per row input_ids, prompt_mask, instruction_mask: lists
     references: tuple # per row a tuple of accepted answers
