@@ -103,7 +103,7 @@ class GlodisModel(ShellModel):
     prefix = "glodis_"
     task_types = OF_DECODERS
     def make_core(self, config, sites): return Glodis(sites, config.n_atoms, config.n_active, config.seed)
-    def stream_hooks(self, adapter_name: str | None = None) -> PruneHooks: return PruneHooks(self.core(adapter_name))
+    def make_hooks(self, name): return PruneHooks(self.cores[name])
     def state_bytes(self, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
         return glodis_bytes(self.core(adapter_name))
 

@@ -9,10 +9,12 @@ __all__ = ['hooks_of', 'tasks_begun', 'next_index', 'share_of', 'Driven', 'one_t
 import contextlib
 import weakref
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.processes import num_processes
@@ -55,7 +57,9 @@ class Driven:
     def __init__(self,
         model: nn.Module, # a PEFT model
         hooks: StreamHooks,
-    ): self.model, self.hooks, self.passed, self.old, self.stepped = model, hooks, False, {}, False
+    ):
+        self.model, self.hooks, self.passed, self.old, self.stepped = model, hooks, False, {}, False
+        self.owed = False # were there terms since the last step, and has no backward come to one?
 
     def add_terms(self, model, args, inputs, output):
         "Forward hook: what hooks add to the loss goes into `output.loss`."
@@ -66,8 +70,14 @@ class Driven:
         of_step = self.hooks.extra_loss(model, inputs)
         terms = (None if of_step is None else share * of_step,
                  self.hooks.micro_batch_loss(model, inputs, share))
-        output["loss"] = sum((t for t in terms if t is not None), output["loss"])
+        for term in (t for t in terms if t is not None):
+            if term.requires_grad:
+                self.owed = True
+                term.register_hook(self.reached)
+            output["loss"] = output["loss"] + term
         return output
+
+    def reached(self, gradient): self.owed = False
 
     def before_step(self, optimizer, args, kwargs):
         "Step pre-hook: what hooks do to gradients, and copies for afterwards."
@@ -76,6 +86,11 @@ class Driven:
                 "a step without a forward pass in training that was given labels: inside "
                 "learning(...), call model(**batch) in training mode, with labels among the batch, "
                 "and take the loss from what it returns")
+        if self.owed:
+            raise RuntimeError(
+                f"what {type(self.hooks).__name__} adds to out.loss is in no backward: this loop "
+                "makes its loss of something else. Take model(**batch).loss; with TRL that is "
+                "class Ours(SFTTrainer): compute_loss = transformers.Trainer.compute_loss")
         self.hooks.after_backward()
         tracked = self.hooks.tracked_parameters()
         self.old = {n: p.detach().clone() for n, p in tracked.items()}
@@ -88,6 +103,11 @@ class Driven:
 # %% ../../nbs/bridge/09_own_loop.ipynb #825ed3a4
 def _check_optimizer(model, optimizer):
     "`ValueError` where nothing is in training, or something is in no group of the optimiser."
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer is {optimizer!r}, expected one of torch.optim: make it with "
+            "make_optimizer(model), and give it to what steps it too, as "
+            "Trainer(..., optimizers=(optimizer, None))")
     known = {id(p) for g in optimizer.param_groups for p in g["params"]}
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not trained:
@@ -97,8 +117,7 @@ def _check_optimizer(model, optimizer):
     if missing:
         raise ValueError(
             f"the optimizer lacks {len(missing)} parameters in training, the first is "
-            f"{missing[0]}: make it with make_optimizer(model), or from all parameters with "
-            "requires_grad")
+            f"{missing[0]}: make it with make_optimizer(model), which has the method's own rates")
 
 def _check_loader(loader, n_steps):
     "`ValueError` for a loader that can be read once, has nothing, or has a length that nobody knows."
@@ -135,6 +154,15 @@ def check_stepped(self: Driven) -> None:
         "block, or hand it to what does, as Trainer(..., optimizers=(optimizer, None))")
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #d97ae085
+def _refuse_another(own, optimizer, args, kwargs):
+    "Step pre-hook of all optimisers: `RuntimeError` where another one steps what is learned here."
+    if optimizer is own: return
+    ids = {id(p) for g in own.param_groups for p in g["params"]}
+    if not any(id(p) in ids for g in optimizer.param_groups for p in g["params"]): return
+    raise RuntimeError(
+        f"another optimizer, {type(optimizer).__name__}, steps what learning(...) was given one for: "
+        "step that one, or hand it to what does, as Trainer(..., optimizers=(optimizer, None))")
+
 @patch
 @contextlib.contextmanager
 def hooked(self: Driven, optimizer: torch.optim.Optimizer):
@@ -143,6 +171,7 @@ def hooked(self: Driven, optimizer: torch.optim.Optimizer):
         self.model.register_forward_hook(self.add_terms, with_kwargs=True),
         optimizer.register_step_pre_hook(self.before_step),
         optimizer.register_step_post_hook(self.after_step),
+        register_optimizer_step_pre_hook(partial(_refuse_another, optimizer)),
     ]
     try: yield
     finally:

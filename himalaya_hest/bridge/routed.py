@@ -17,7 +17,6 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from ..ground.hooks import StreamHooks
 from ..ground.linalg import full_precision
 from ..ground.quiet import waiting
 from .prompt import (
@@ -138,21 +137,12 @@ class RoutedModel(PromptModel):
     "Routes each sequence once. A subclass gives `prefix`, `make_core(config, sites)` and `make_hooks(name)`."
     tuner_layer_cls = RoutedLayer
     width = property(lambda self: self.model.get_input_embeddings().weight.shape[1])
-    def make_hooks(self, name: str) -> StreamHooks:
-        raise NotImplementedError(f"{type(self).__name__} makes no hooks")
     def route(self, core, e, tau):
         with full_precision(e): return core.route(e, tau)
     def route_again(self, core, e, tau, before): return self.route(core, e, tau) # before: what was routed from them
     def _prepare_model(self, peft_config, model):
         refuse_trained_table(peft_config, model)
         super()._prepare_model(peft_config, model)
-    def stream_hooks(self, adapter_name: str | None = None) -> StreamHooks: # one object per adapter
-        name = adapter_name or self.active_adapters[0]
-        if name not in self._hooks: self._hooks[name] = self.make_hooks(name)
-        return self._hooks[name]
-    def delete_adapter(self, adapter_name):
-        super().delete_adapter(adapter_name)
-        self._hooks.pop(adapter_name, None)
 
 # %% ../../nbs/bridge/10_routed.ipynb #43b9d2a4
 @patch
@@ -167,7 +157,7 @@ def install(self: RoutedModel, model: nn.Module) -> None:
             if inspect.Parameter.VAR_KEYWORD in kinds:
                 handles.append(child.register_forward_pre_hook(partial(receive, self), with_kwargs=True))
     checkpointed = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
-    self.__dict__.update(_instruction=None, _hooks={}, _checkpointed=checkpointed)
+    self.__dict__.update(_instruction=None, _checkpointed=checkpointed)
 
 @patch
 def routed_layers(self: RoutedModel) -> list[RoutedLayer]:

@@ -76,12 +76,12 @@ class _NoBackward(torch.autograd.Function):
 
 # %% ../../nbs/bridge/04a_routed_core.ipynb #282aa480
 def guarded(output): # of a model's forward; None: it failed
-    "The same output, from whose loss and logits a backward raises."
+    "The same output, from whose loss, logits and other numbers a backward raises."
     def guard(x):
         if not torch.is_tensor(x) or not x.is_floating_point(): return x
         # the anchor asks for a gradient where nothing else does
         return _NoBackward.apply(x, torch.ones((), device=x.device, requires_grad=True))
     if isinstance(output, tuple): return guard(output[0]), *output[1:]
     if not isinstance(output, dict): return guard(output)
-    for name in {"loss", "logits"} & output.keys(): output[name] = guard(output[name])
+    for name, x in list(output.items()): output[name] = guard(x)
     return output

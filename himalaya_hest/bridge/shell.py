@@ -140,6 +140,10 @@ class ShellModel(BaseTuner):
     target_module_mapping = QV # architecture → modules, where the config names none
     uses_shared_state = True
     cores = property(lambda self: self._modules[self.prefix + "core"]) # adapter name → core
+    def __init__(self, model, peft_config, adapter_name, *args, **kwargs):
+        # PEFT would give the new config to the adapter that is there
+        check_bare(type(self), peft_config[adapter_name], model)
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
     def make_core(self, config: ShellConfig, sites: list[Place]) -> nn.Module:
         raise NotImplementedError(f"{type(self).__name__} makes no core")
     def core(self, adapter_name: str | None = None) -> nn.Module: # of the active adapter, unless named
@@ -186,9 +190,7 @@ def add_core(tuner: ShellModel, config: ShellConfig, model: nn.Module) -> None:
     "Find the sites and make the core that serves them."
     check_task_type(tuner, config)
     prepare_quantised(model)
-    if tuner.prefix + "core" not in tuner._modules:
-        check_bare(tuner, config, model)
-        tuner.install(model)
+    if tuner.prefix + "core" not in tuner._modules: tuner.install(model)
     # one config may serve several adapters
     name = next(n for n, c in tuner.peft_config.items() if c is config and n not in tuner.cores)
     name_linear_layers(config, model)
@@ -207,7 +209,7 @@ def install(self: ShellModel, model: nn.Module) -> None:
     self.add_module(self.prefix + "core", nn.ModuleDict())
 
 # %% ../../nbs/bridge/02_shell.ipynb #10cebc78
-def check_bare(tuner: ShellModel, config: ShellConfig, model: nn.Module) -> None:
+def check_bare(tuner: type[ShellModel], config: ShellConfig, model: nn.Module) -> None:
     "`ValueError` where an adapter of ours lies on the model, and another is to be trained over it."
     wrapped = hasattr(model, tuner.prefix + "core")
     there = any(isinstance(m, ShellLayer) for m in model.modules())
@@ -315,11 +317,24 @@ class SnapHooks(StreamHooks):
     def on_task_end(self, loader): snap_(self.core)
 
 @patch
-def stream_hooks(self: ShellModel, adapter_name: str | None = None) -> StreamHooks:
+def make_hooks(self: ShellModel, name: str) -> StreamHooks:
     "Rounding at a task's end where the config asks for eight bits, otherwise nothing."
-    name = adapter_name or self.active_adapters[0]
     if getattr(self.peft_config[name], "bits", 32) == 8: return SnapHooks(self.cores[name])
     return StreamHooks()
+
+@patch
+def stream_hooks(self: ShellModel, adapter_name: str | None = None) -> StreamHooks:
+    "The hooks of an adapter: one object, so that what they count lasts from task to task."
+    name, made = adapter_name or self.active_adapters[0], self.__dict__.setdefault("_hooks", {})
+    if name not in made: made[name] = self.make_hooks(name)
+    return made[name]
+
+# %% ../../nbs/bridge/02_shell.ipynb #f387424c
+@patch
+def delete_adapter(self: ShellModel, adapter_name: str) -> None:
+    super(ShellModel, self).delete_adapter(adapter_name)
+    # another of the name begins anew
+    self.__dict__.get("_hooks", {}).pop(adapter_name, None)
 
 # %% ../../nbs/bridge/02_shell.ipynb #6e69c247
 def check_bits(config: ShellConfig) -> None:

@@ -206,7 +206,7 @@ def install_hooks(tuner: GatedModel, model: nn.Module) -> None:
         model.register_forward_hook(after, with_kwargs=True, always_call=True),
     ]
     tuner.__dict__.update(
-        _last=LastPass(), _recorder=None, _hooks={}, _handles=handles, _watched=set(), _replaced=[],
+        _last=LastPass(), _recorder=None, _handles=handles, _watched=set(), _replaced=[],
         _told={}, # adapter → what was warned of
         _checkpointed=[m for m in model.modules() if hasattr(m, "gradient_checkpointing")],
     )
@@ -259,13 +259,10 @@ def forget_pass(self: GatedModel) -> None:
 
 # %% ../../nbs/hest/15_shell.ipynb #a75f1c25
 @patch
-def stream_hooks(self: GatedModel, adapter_name: str | None = None) -> BudgetHooks:
-    "The hooks that keep an adapter's budget along training: one object per adapter."
-    name = adapter_name or self.active_adapters[0]
-    if name not in self._hooks:
-        budget = self.budget(self.peft_config[name]).to(self.cores[name].s.device)
-        self._hooks[name] = BudgetHooks(self, name, budget)
-    return self._hooks[name]
+def make_hooks(self: GatedModel, name: str) -> BudgetHooks:
+    "The hooks that keep an adapter's budget along training."
+    budget = self.budget(self.peft_config[name]).to(self.cores[name].s.device)
+    return BudgetHooks(self, name, budget)
 
 @patch
 def priced(self: GatedModel, names: list[str], named: dict, output):
@@ -276,9 +273,9 @@ def priced(self: GatedModel, names: list[str], named: dict, output):
 # %% ../../nbs/hest/15_shell.ipynb #3161bde8
 @patch
 def delete_adapter(self: GatedModel, adapter_name: str) -> None:
-    "With its hooks."
+    "With what was told of it."
     ShellModel.delete_adapter(self, adapter_name)
-    for of in (self._hooks, self._told): of.pop(adapter_name, None)
+    self._told.pop(adapter_name, None)
 
 # %% ../../nbs/hest/15_shell.ipynb #960d0afd
 @patch
