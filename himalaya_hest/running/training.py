@@ -142,7 +142,8 @@ def _prepare(adapter, training, n_steps, state):
     "Make the optimiser and its schedule, or restore them to the state's step."
     state.optimizer = make_optimizer(adapter, training)
     state.scheduler = get_scheduler(
-        training["lr_scheduler_type"], state.optimizer, warmup_of_task(n_steps, training), n_steps
+        training["lr_scheduler_type"], state.optimizer, warmup_of_task(n_steps, training), n_steps,
+        training.get("lr_scheduler_kwargs"),
     )
     if state.restored:
         load_optimizer_state(state.optimizer, state.restored["tensors"])

@@ -17,7 +17,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import TrainOutput
 
 from ..bridge.facts import describe
-from ..bridge.own_loop import tasks_begun
+from ..bridge.own_loop import check_trained, tasks_begun
 from ..ground.hooks import HookList, StreamHooks
 from ..ground.processes import num_processes
 from ..running.evaluation import EvaluationTask
@@ -28,11 +28,12 @@ from .lesson import Lesson
 from .position import (
     Position, check_known, last_number, restore_position, task_mark)
 from .rows import (
-    TaskRows, chat_of, check_ids, encode_rows, tell_cut_rows)
+    TaskRows, chat_of, check_ids, encode_rows, system_of, tell_cut_rows)
 from .scores import (
     ContinualScores, answers_of, as_evaluation, check_stop, metric_of, scores_of)
-from .settings import (
-    check_arguments, given_or_own, method_defaults, steps_asked, training_of)
+from himalaya_hest.trainer.settings import (
+    check_arguments, check_count, check_given, check_groups, given_or_own, method_defaults,
+    steps_asked, training_of)
 
 log = logging.getLogger("himalaya_hest")
 
@@ -47,6 +48,7 @@ class LearnedTask:
     metric: str # a name in `measures.text.METRICS`
     labels: tuple | None = None # for label_accuracy
     stop: str = "end" # where an answer ends: end or line
+    system: str | None = "" # what all rows are told before the question; None: not all the same
     held_back: EvaluationTask | None = None # rows that were given for its evaluation
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #3c5bfc7d
@@ -83,10 +85,13 @@ class ContinualTrainer(Trainer):
             raise ValueError("ContinualTrainer needs the backbone's tokenizer: "
                              "processing_class=AutoTokenizer.from_pretrained(...)")
         args = args or TrainingArguments("trainer_output")
+        check_given(args, ewc, max_length)
         check_arguments(args)
         check_backend(num_processes())
         # what has no adapter is refused before anything is moved or registered
         self.adapter = adapter_of(model, processing_class, ewc, hooks, args.seed)
+        check_trained(model)
+        check_groups(args, self.adapter.tuner)
         super().__init__(model, args, data_collator=Collator(processing_class),
                          processing_class=processing_class, callbacks=callbacks)
         self.adapter.hooks = HookList([*self.adapter.hooks.hooks, _Asked(self)])
@@ -112,7 +117,7 @@ def _begin(trainer, max_length):
         trainer.position, trainer.unfinished = restore_position(trainer.adapter, args.output_dir)
         log.info("goes on behind %d tasks, at step %d", len(trainer.position.learned),
                  trainer.position.global_step)
-    elif there := last_number(args.output_dir):
+    elif args.save_strategy != "no" and (there := last_number(args.output_dir)):
         # the highest numbers are kept, so those of this stream have to be higher
         trainer.position.n_checkpoints = there
         log.warning("%s holds checkpoints of another stream, which are written over: "
@@ -126,6 +131,11 @@ def train(self: ContinualTrainer, *args, **kwargs):
     "Refused: this trainer learns task by task."
     raise TypeError("ContinualTrainer learns task by task: trainer.learn(name, rows)")
 
+@patch
+def predict(self: ContinualTrainer, *args, **kwargs):
+    "Refused: this trainer answers for a task."
+    raise TypeError("ContinualTrainer answers for a task: trainer.answer(prompts, task)")
+
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #2d0945ac
 def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, stop):
     "The encoded rows of a new task, and the task without its held-back rows."
@@ -136,6 +146,7 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
     if not isinstance(instruction, str):
         raise ValueError(f"the instruction of task {name!r} is {instruction!r}, expected a text; "
                          "leave it out where there is none")
+    check_count("max_new_tokens", max_new_tokens)
     # tokenised once, for training and for what is asked of them
     encoded = encode_rows(name, rows, trainer.processing_class, instruction,
                           trainer.max_length, max_new_tokens)
@@ -145,7 +156,8 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
     found, names = metric_of(encoded.answers)
     task = LearnedTask(
         name, instruction, encoded.form, encoded.max_new_tokens, metric or found,
-        tuple(labels) if labels is not None else names if metric in (None, found) else None, stop)
+        tuple(labels) if labels is not None else names if metric in (None, found) else None, stop,
+        system_of(rows) if encoded.form == "chat" else "")
     return encoded, task
 
 def _hold_back(trainer, task, rows):
@@ -221,6 +233,14 @@ def scored(self: ContinualTrainer,
     return scores_of(self.adapter, [t.held_back for t in tasks], forms, self.processing_class,
                      self.args.per_device_eval_batch_size)
 
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #74ec857c
+def _stranger(trainer, name):
+    "What is wrong with the name of a task that this trainer has not learned."
+    known = ", ".join(trainer.tasks) or "none"
+    if name not in trainer.before.tasks: return f"task {name!r} was not learned; learned: {known}"
+    return (f"task {name!r} was learned before this trainer was made, which knows nothing of its "
+            f"instruction and answers: ask model.generate; learned here: {known}")
+
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #76bf56ae
 @patch(as_prop=True)
 def scores(self: ContinualTrainer) -> ContinualScores:
@@ -238,7 +258,7 @@ def evaluate(self: ContinualTrainer,
         raise ValueError(f"evaluate got a {type(tasks).__name__}, expected a dictionary {{task: rows}}")
     given = tasks or {}
     if strange := [n for n in given if n not in self.tasks]:
-        raise ValueError(f"task {strange[0]!r} was not learned; learned: {', '.join(self.tasks) or 'none'}")
+        raise ValueError(_stranger(self, strange[0]))
     asked, before = [], {}
     for name, task in self.tasks.items():
         held = _hold_back(self, task, given[name]) if name in given else task.held_back
@@ -256,7 +276,7 @@ def evaluate(self: ContinualTrainer,
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #2f69ed42
 @patch
 def answer(self: ContinualTrainer,
-    prompts: list[str], # texts, as those of the rows
+    prompts: list[str] | list[list[dict]], # texts, as those of the rows, or messages as theirs
     task: str, # a task that was learned, whose instruction and form are used
     max_new_tokens: int | None = None, # None: as long as the task's answers
 ) -> list[str]: # one a prompt
@@ -264,12 +284,16 @@ def answer(self: ContinualTrainer,
     known = self.tasks.get(task)
     if isinstance(prompts, str):
         raise ValueError(f"prompts is the text {prompts[:40]!r}, expected a list of texts: [text]")
+    if known is None: raise ValueError(_stranger(self, task))
     # tokens alone do not say how a text became them
-    if known is None or known.form == "tokenised":
-        why = "was not learned" if known is None else "was given as tokens, so nobody knows its texts"
-        raise ValueError(f"task {task!r} {why}; learned: {', '.join(self.tasks) or 'none'}")
+    if known.form == "tokenised":
+        raise ValueError(f"task {task!r} was given as tokens, so nobody knows its texts")
     rows = [(p, "") for p in prompts]
-    if known.form == "chat": rows = [dict(messages=chat_of(*r)) for r in rows]
+    if known.form == "chat":
+        if known.system is None and any(isinstance(p, str) for p in prompts):
+            raise ValueError(f"rows of task {task!r} have system messages of their own: give each "
+                             "prompt as messages, [{'role': 'system', ...}, {'role': 'user', ...}]")
+        rows = [dict(messages=chat_of(*r, known.system)) for r in rows]
     length = max_new_tokens or known.max_new_tokens
     asked = encode_rows(task, rows, self.processing_class, known.instruction, self.max_length, length)
     return answers_of(self.adapter, as_evaluation(asked, "rouge_l", stop=known.stop), known.form,

@@ -15,6 +15,7 @@ from fastcore.basics import patch
 from ..adapters.registry import Adapter
 from ..compare.charts import Chart, heat_map, new_figure
 from ..ground.table import Table
+from ..measures.answers import check_references
 from ..measures.continual import average_forgetting
 from ..measures.text import chance_level, get_metric
 from ..running.evaluation import EvaluationTask, evaluate, generate_answers
@@ -43,10 +44,14 @@ def as_evaluation(
 ) -> EvaluationTask:
     "Prompts and right answers of held-back rows."
     get_metric(metric)
+    answers = tuple((a,) for a in held_back.answers)
+    try: check_references(metric, answers, labels)
+    except ValueError as e:
+        raise ValueError(f"held-back rows of task {held_back.name!r}: {e}; give learn(...) all its "
+                         "labels, or metric='exact_match'") from None
     return EvaluationTask(
         held_back.name, metric, held_back.max_new_tokens,
-        tuple(prompt_row(r) for r in held_back.rows), tuple((a,) for a in held_back.answers),
-        labels, tests=(), stop=stop)
+        tuple(prompt_row(r) for r in held_back.rows), answers, labels, tests=(), stop=stop)
 
 # %% ../../nbs/trainer/03_scores.ipynb #5b1d7e0b
 def check_stop(
