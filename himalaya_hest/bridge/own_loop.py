@@ -60,45 +60,51 @@ class Driven:
     ):
         self.model, self.hooks, self.passed, self.old, self.stepped = model, hooks, False, {}, False
         self.owed = False # were there terms since the last step, and has no backward come to one?
-
-    def add_terms(self, model, args, inputs, output):
-        "Forward hook: what hooks add to the loss goes into `output.loss`."
-        if not (model.training and torch.is_grad_enabled()) or inputs.get("labels") is None:
-            return None
-        share = share_of(inputs["labels"], inputs.get("num_items_in_batch"))
-        self.passed = True
-        of_step = self.hooks.extra_loss(model, inputs)
-        terms = (None if of_step is None else share * of_step,
-                 self.hooks.micro_batch_loss(model, inputs, share))
-        for term in (t for t in terms if t is not None):
-            if term.requires_grad:
-                self.owed = True
-                term.register_hook(self.reached)
-            output["loss"] = output["loss"] + term
-        return output
-
     def reached(self, gradient): self.owed = False
 
-    def before_step(self, optimizer, args, kwargs):
-        "Step pre-hook: what hooks do to gradients, and copies for afterwards."
-        if not self.passed:
-            raise RuntimeError(
-                "a step without a forward pass in training that was given labels: inside "
-                "learning(...), call model(**batch) in training mode, with labels among the batch, "
-                "and take the loss from what it returns")
-        if self.owed:
-            raise RuntimeError(
-                f"what {type(self.hooks).__name__} adds to out.loss is in no backward: this loop "
-                "makes its loss of something else. Take model(**batch).loss; with TRL that is "
-                "class Ours(SFTTrainer): compute_loss = transformers.Trainer.compute_loss")
-        self.hooks.after_backward()
-        tracked = self.hooks.tracked_parameters()
-        self.old = {n: p.detach().clone() for n, p in tracked.items()}
+# %% ../../nbs/bridge/09_own_loop.ipynb #5050ebc9
+@patch
+def add_terms(self: Driven, model, args, inputs, output):
+    "Forward hook: what hooks add to the loss goes into `output.loss`."
+    if not (model.training and torch.is_grad_enabled()) or inputs.get("labels") is None:
+        return None
+    share = share_of(inputs["labels"], inputs.get("num_items_in_batch"))
+    self.passed = True
+    of_step = self.hooks.extra_loss(model, inputs)
+    terms = (None if of_step is None else share * of_step,
+             self.hooks.micro_batch_loss(model, inputs, share))
+    # whether a backward comes to it is asked before the step
+    for term in (t for t in terms if t is not None):
+        if term.requires_grad:
+            self.owed = True
+            term.register_hook(self.reached)
+        output["loss"] = output["loss"] + term
+    return output
 
-    def after_step(self, optimizer, args, kwargs):
-        "Step post-hook."
-        self.hooks.after_optimizer_step(self.old)
-        self.passed, self.old, self.stepped = False, {}, True
+# %% ../../nbs/bridge/09_own_loop.ipynb #c6ab31df
+@patch
+def before_step(self: Driven, optimizer, args, kwargs):
+    "Step pre-hook: what hooks do to gradients, and copies for afterwards."
+    if not self.passed:
+        raise RuntimeError(
+            "a step without a forward pass in training that was given labels: inside "
+            "learning(...), call model(**batch) in training mode, with labels among the batch, "
+            "and take the loss from what it returns")
+    # a loop may make its loss of logits, or of log-probabilities
+    if self.owed:
+        raise RuntimeError(
+            f"what {type(self.hooks).__name__} adds to out.loss is in no backward: this loop "
+            "makes its loss of something else. Take model(**batch).loss; with TRL that is "
+            "class Ours(SFTTrainer): compute_loss = transformers.Trainer.compute_loss")
+    self.hooks.after_backward()
+    tracked = self.hooks.tracked_parameters()
+    self.old = {n: p.detach().clone() for n, p in tracked.items()}
+
+@patch
+def after_step(self: Driven, optimizer, args, kwargs):
+    "Step post-hook."
+    self.hooks.after_optimizer_step(self.old)
+    self.passed, self.old, self.stepped = False, {}, True
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #825ed3a4
 def check_trained(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..ground.quiet import waiting
 from .acceptance import Acceptance
-from .drafts import AnswerTable
+from .drafts import AnswerTable, token_ids
 from .pass_budget import PassCosts, SHIPPED_COSTS
 from .passes import fewer_passes
 
@@ -21,7 +21,7 @@ from .passes import fewer_passes
 @torch.no_grad()
 def learn_leniency(
     model: nn.Module, # a causal language model
-    prompts: Iterable[Tensor], # (1, n) token ids of each, of the kind that is to be answered
+    prompts: Iterable, # token ids of each, of the kind that is to be answered
     max_new_tokens: int = 48,
     epsilons: tuple[float, ...] = (1., .7, .5, .3, .2, .1),
     table: AnswerTable | None = None, # these as in `fewer_passes`
@@ -30,7 +30,7 @@ def learn_leniency(
     **how, # of `generate`, for instance eos_token_id
 ) -> dict[float, float]: # ε → plain passes that a token costs in the mean; `json` can hold it
     "What leniency with drafts saves: the prompts are answered at each ε. `ValueError` without any."
-    prompts, found = list(prompts), {}
+    prompts, found = list(map(token_ids, prompts)), {}
     if not prompts or not epsilons:
         raise ValueError(f"learn_leniency needs prompts and ε, got {len(prompts)} and {len(epsilons)}")
     for epsilon in waiting(epsilons, "answering at each leniency"):

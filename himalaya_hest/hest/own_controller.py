@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..ground.quiet import waiting
 from .acceptance import Acceptance, acceptance_of, examples_of, learn_acceptance
 from .drafter import two_largest
-from .drafts import learn_table
+from .drafts import learn_table, token_ids
 
 # %% ../../nbs/hest/20a_own_controller.ipynb #025dd388
 @torch.no_grad()
@@ -49,14 +49,14 @@ def examples(
 # %% ../../nbs/hest/20a_own_controller.ipynb #23cdf646
 def learn_controller(
     model: nn.Module, # a causal language model
-    prompts: Iterable[Tensor], # (1, n) token ids of each, of the kind that is to be answered
+    prompts: Iterable, # token ids of each, of the kind that is to be answered
     max_new_tokens: int = 48,
     seed: int = 0, # of the weights and the order of examples
     **how, # of `generate`, for instance eos_token_id
 ) -> Acceptance: # for `fewer_passes(model, acceptance=...)`
     """Fit a controller on a model's answers to these prompts. `ValueError` for fewer than two prompts
     and where no answer has two tokens."""
-    if len(prompts := list(prompts)) < 2:
+    if len(prompts := list(map(token_ids, prompts))) < 2:
         raise ValueError(f"learn_controller needs two prompts or more, got {len(prompts)}")
     answers = own_answers(model, prompts, max_new_tokens, **how)
     x, y = (torch.cat(part) for part in zip(*examples(answers)))

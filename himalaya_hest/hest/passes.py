@@ -194,8 +194,8 @@ def fewer_passes(
     cannot do as plain generation does, for a budget below 1 without `lossy`, and within another block
     of the same model."""
     inner, told = language_model(model), Drafted()
+    check_drafting(inner, table, costs)
     if not isinstance(costs, PassCosts): costs = PassCosts((tuple(costs),))
-    check_drafting(inner, table)
     made = partial(drafting_for, table=table, acceptance=acceptance or shipped_acceptance(),
                    costs=costs, credit=credit, cap=cap, lossy=lossy, means={})
     drafting, plain = made(energy_budget), inner.generate # the model's own
@@ -214,14 +214,16 @@ def fewer_passes(
     with in_place_of(inner, generate=generate, _get_candidate_generator=_drafter_for): yield told
 
 # %% ../../nbs/hest/19_passes.ipynb #aca4d5f9
-def check_drafting(inner, table) -> None:
-    "`ValueError` within another block, or for a table of another model."
+def check_drafting(inner, table, costs) -> None:
+    "`ValueError` within another block, for a table of another model, or for costs that are none."
     if "_get_candidate_generator" in vars(inner):
         raise ValueError("fewer_passes is open for this model already: one block at a time, and calls "
                          "of several threads may share it")
     if not isinstance(table, AnswerTable | None):
         raise ValueError(f"table is {table!r:.60}, expected an AnswerTable: learn_table(answers), or "
                          "load_table(file)")
+    if not isinstance(costs, PassCosts | tuple | list):
+        raise ValueError(f"costs are {costs!r:.60}, expected pass_costs(model)")
     size = inner.get_input_embeddings().num_embeddings
     if table and int(table.following.max()) >= size:
         raise ValueError(f"the table has token id {int(table.following.max())}, and the model knows "

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..bridge.routed import RoutedLayer
 from ..bridge.shell import ShellLayer
+from .drafts import token_ids
 from .passes import language_model
 
 # %% ../../nbs/hest/22_prompt_prefix.ipynb #426c0a01
@@ -143,13 +144,11 @@ class Kept:
 # %% ../../nbs/hest/22_prompt_prefix.ipynb #bdc35a91
 def as_prefix(
     inner: nn.Module,
-    prefix_ids: list[int] | Tensor, # (p,) or (1, p)
+    prefix_ids, # as `token_ids` takes them
 ) -> Tensor: # (p,)
     "Token ids of a prefix; `ValueError` for what is none."
-    ids, table = torch.as_tensor(prefix_ids), inner.get_input_embeddings()
-    ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
-    whole = ids.dim() == 1 and len(ids) and not ids.is_floating_point()
-    if not whole or not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings:
+    ids, table = token_ids(prefix_ids)[0], inner.get_input_embeddings()
+    if not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings:
         raise ValueError(
             "kept_prefix needs the token ids of one prefix, at least one and all from 0 to "
             f"{table.num_embeddings - 1}, got {prefix_ids}: take tokenizer(text)['input_ids']")
@@ -231,7 +230,7 @@ def refuse_shallow(inner: nn.Module) -> None:
 @contextlib.contextmanager
 def kept_prefix(
     model: nn.Module, # a causal language model of Transformers, with an adapter or without
-    prefix_ids: list[int] | Tensor, # (p,) or (1, p) token ids that prompts begin with
+    prefix_ids, # token ids that prompts begin with, (p,) or (1, p), or what a tokenizer gives
 ) -> Iterator[Kept]:
     """Read what prompts begin with once, until the block ends or the model is trained.
     `ValueError` for an adapter that reads whole prompts before it acts, for a model whose cache

@@ -331,16 +331,15 @@ def summary(
 
 # %% ../../nbs/onnx/02_session.ipynb #226b5c5f
 # Linux is asked for VmHWM, since ru_maxrss begins with the parent's size there
-_ALONE = """import json, resource, sys
-import numpy as np
+_ALONE = """import json, resource, sys, numpy as np
 sys.path.insert(0, sys.argv[1])
 import session as s
 session = s.OnnxSession(sys.argv[2], int(sys.argv[3]))
 session.generate(np.array(json.loads(sys.argv[4])), max_new_tokens=4, eos_token_id=-1)
 lines = open('/proc/self/status').read().splitlines() if sys.platform == 'linux' else []
 peaks = [int(l.split()[1]) for l in lines if l.startswith('VmHWM')]
-peak, unit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 1 if sys.platform == 'darwin' else 1024
-print((peaks or [peak])[0] * unit / 1e6)"""
+peaks = peaks or [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
+print(peaks[0] * (1 if sys.platform == 'darwin' else 1024) / 1e6)"""
 
 def peak_memory_mb(
     folder: str | Path,
