@@ -132,7 +132,7 @@ def _print_record(record):
     folder = Path(record["config"]["results_dir"])/record["run_id"]
     there = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
     print(f"\n{record}\n\n{folder}: {', '.join(there)}. "
-          f"`himalaya-hest evaluate {folder.parent}` makes figures of it.")
+          f"`himalaya-hest evaluate {folder.parent} --run-ids {folder.name}` makes figures of it.")
     for line in closing_lines(record): print(line)
 
 # %% ../../nbs/jobs/10_run.ipynb #63fb0d48

@@ -7,6 +7,7 @@ __all__ = ['LIMIT_MB', 'WORLDS', 'PICTURE', 'ALIKE', 'score_after', 'mb_after', 
            'growth_table', 'growth_worlds', 'write_picture', 'main', 'by_twin', 'most_mb', 'thousand_table']
 
 # %% ../../nbs/study/21_growth.ipynb #be0874de
+import argparse
 import sys
 from pathlib import Path
 
@@ -182,13 +183,18 @@ def write_picture(
     growth_chart(worlds).figure.savefig(path, dpi=150, metadata=dict(Software=None))
     return path
 
-def main(root: str = ".") -> int: # exit status
-    "`python -m himalaya_hest.study.growth`, in the repository."
+def main(
+    arguments: list[str], # of the command line
+) -> int: # exit status
+    "`python -m himalaya_hest.study.growth`, in the repository: draw the front page's picture again."
+    parser = argparse.ArgumentParser("python -m himalaya_hest.study.growth", description=main.__doc__)
+    parser.add_argument("root", nargs="?", default=".", help="the repository's folder")
+    root = parser.parse_args(arguments).root
     print(write_picture(root, growth_worlds(root)))
     return 0
 
 # %% ../../nbs/study/21_growth.ipynb #c1c3a8fd
-if __name__ == "__main__" and "__file__" in globals(): sys.exit(main())
+if __name__ == "__main__" and "__file__" in globals(): sys.exit(main(sys.argv[1:]))
 
 # %% ../../nbs/study/21_growth.ipynb #20374d3b
 def by_twin(record: dict) -> dict[str, float]: # twin → mean score of its tasks at the end
