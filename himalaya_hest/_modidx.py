@@ -2919,6 +2919,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                          'himalaya_hest.jobs.grid._check_one': ('jobs/grid.html#_check_one', 'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._command': ('jobs/grid.html#_command', 'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._look': ('jobs/grid.html#_look', 'himalaya_hest/jobs/grid.py'),
+                                         'himalaya_hest.jobs.grid._make_records': ( 'jobs/grid.html#_make_records',
+                                                                                    'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._now': ('jobs/grid.html#_now', 'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._options': ('jobs/grid.html#_options', 'himalaya_hest/jobs/grid.py'),
                                          'himalaya_hest.jobs.grid._over': ('jobs/grid.html#_over', 'himalaya_hest/jobs/grid.py'),

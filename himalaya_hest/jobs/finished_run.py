@@ -6,7 +6,7 @@
 __all__ = ['FinishedRun', 'finished_record', 'open_run']
 
 # %% ../../nbs/jobs/13_finished_run.ipynb #5e2d039e
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..adapters.names import import_adapter_module, need_adapter_module
@@ -81,6 +81,9 @@ def open_run(
     _import_own(folder, record, adapter_module)
     from himalaya_hest.bridge.saved import load_adapter
     from himalaya_hest.streams.batching import as_asked
+    if strange := record["config"].keys() - {f.name for f in fields(RunConfig)}:
+        raise ValueError(f"{folder} was made by another version of the package, with the parameter "
+                         f"{min(strange)!r}, which this one does not know: take that version")
     config = RunConfig(**record["config"] | dict(cache_dir=str(cache_dir)))
     backbone, tokenizer = _own_backbone(config, record)
     return FinishedRun(

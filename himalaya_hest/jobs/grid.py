@@ -297,6 +297,13 @@ def _summary(states, results_dir, out):
     return int(bool(bad))
 
 # %% ../../nbs/jobs/21_grid.ipynb #6dd2e811
+def _make_records(out):
+    "`ValueError` for a folder of records that cannot be made, before the first run and not behind it."
+    try: Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"--records {out} is no folder, and none can be made of it: {e.strerror}; "
+                         "give another") from None
+
 def _command(args, records, called):
     "What `main` does, once it is clear what was asked for."
     grid = load_grid(args.grid)
@@ -307,6 +314,7 @@ def _command(args, records, called):
     if args.status: return _status(runs, args.results_dir, grid["name"])
     if args.dry_run: told_before(runs, args.results_dir, args.workers); return 0
     out = args.records or records(grid["name"])
+    if out: _make_records(out)
     failed = _summary(_run_asked(args, grid, runs, options, out, called), args.results_dir, out)
     if args.evaluate and not failed:
         from himalaya_hest.compare.evaluate import evaluate_runs

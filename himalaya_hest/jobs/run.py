@@ -127,9 +127,9 @@ def run_continual(
     return record
 
 # %% ../../nbs/jobs/10_run.ipynb #c47676a1
-def _print_record(record):
+def _print_record(record, results_dir):
     "What is there, what can be done with it next, and what to know of it."
-    folder = Path(record["config"]["results_dir"])/record["run_id"]
+    folder = Path(results_dir)/record["run_id"]
     there = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
     print(f"\n{record}\n\n{folder}: {', '.join(there)}. "
           f"`himalaya-hest evaluate {folder.parent} --run-ids {folder.name}` makes figures of it.")
@@ -139,8 +139,10 @@ def _print_record(record):
 def _run(arguments):
     "Make the run that a command line asks for, and print its record."
     try:
-        record = _asked(read_arguments(arguments), False, (), None)
-        if is_main_process() and "summary" in record: _print_record(record)
+        record = _asked(given := read_arguments(arguments), False, (), None)
+        # a run that was moved is shown where it is
+        if is_main_process() and "summary" in record:
+            _print_record(record, given.get("results_dir") or record["config"]["results_dir"])
     finally:
         if dist.is_available() and dist.is_initialized(): dist.destroy_process_group()
 

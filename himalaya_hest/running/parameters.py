@@ -380,6 +380,8 @@ def checked(
                 f"unknown parameter {where}{key}{nearest(key, known, '.')} "
                 f"Known: {', '.join(known)}"
             )
+    # YAML reads off as false
+    values = {k: "off" if v is False and known[k].default == "off" else v for k, v in values.items()}
     out = cls(**{k: _typed(where + k, v, known[k].type) for k, v in values.items()})
 
     # what a run file gives and what a search found are checked alike; None leaves a value open

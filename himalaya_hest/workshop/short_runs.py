@@ -7,6 +7,7 @@ __all__ = ['SHORT', 'CONTINUAL', 'ENERGY', 'parameters_of_short', 'short_run', '
            'renewed', 'main']
 
 # %% ../../nbs/workshop/15_short_runs.ipynb #d7eb5b34
+import argparse
 import json
 import math
 import sys
@@ -124,15 +125,17 @@ def main(
     arguments: list[str], # of the command line
     path: str | Path = "records/bench/short_runs.json",
 ) -> int: # exit status
-    """`python -m himalaya_hest.workshop.short_runs [--write]`: run all, compare, and keep what came
-    out."""
+    "Run all, and compare with what came out before."
+    parser = argparse.ArgumentParser("python -m himalaya_hest.workshop.short_runs", description=main.__doc__)
+    parser.add_argument("--write", action="store_true", help="keep what comes out")
+    write = parser.parse_args(arguments).write
     kept = (json.loads(Path(path).read_text(encoding="utf-8"))
             if Path(path).exists() else {"runs": {}})
     out, faults = {}, []
     with tempfile.TemporaryDirectory() as cache:
         for name in CONTINUAL + ENERGY:
             now = short_run(name, cache)
-            if "--write" in arguments: out[name] = renewed(kept["runs"].get(name), now, name)
+            if write: out[name] = renewed(kept["runs"].get(name), now, name)
             else: faults += [f"{name}: {f}" for f in short_faults(kept["runs"][name], now)]
             differs = any(f.startswith(f"{name}: ") for f in faults)
             how = compared(kept["runs"].get(name, now), now)

@@ -9,6 +9,7 @@ __all__ = ['SECTIONS', 'FLOORS', 'TITLE', 'TUTORIALS', 'CODE', 'sections', 'side
            'write_sidebar', 'unlinked_pages', 'long_lines', 'title_faults', 'main']
 
 # %% ../../nbs/workshop/10_site.ipynb #a26c62ca
+import argparse
 import ast
 import json
 import re
@@ -376,16 +377,18 @@ def title_faults(
 def main(
     arguments: list[str], # of the command line
 ) -> int: # exit status
-    """`python -m himalaya_hest.workshop.site [--check]`: write the sidebar, name what is wrong with
-    the pages."""
-    same = write_sidebar(check="--check" in arguments)
+    "Write the sidebar, name what is wrong with the pages."
+    parser = argparse.ArgumentParser("python -m himalaya_hest.workshop.site", description=main.__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args(arguments).check
+    same = write_sidebar(check=check)
     asked = {
         "broken link": broken_links, "figure without an alternative text": figures_without_text,
         "first cell": title_faults, "page that no other links to": unlinked_pages,
         f"more than {CODE} characters": long_lines,
     }
     faults = [f"{what}: {x}" for what, find in asked.items() for x in find()]
-    if "--check" in arguments and not same:
+    if check and not same:
         faults.append("nbs/sidebar.yml is out of step: run python -m himalaya_hest.workshop.site")
     print("\n".join(faults) or "sidebar, text, links and figures are in order")
     return int(bool(faults))
