@@ -381,6 +381,7 @@ def main(
     parser = argparse.ArgumentParser("python -m himalaya_hest.workshop.site", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
+    # all faults of all pages at once
     same = write_sidebar(check=check)
     asked = {
         "broken link": broken_links, "figure without an alternative text": figures_without_text,
