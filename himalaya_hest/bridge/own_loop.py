@@ -225,7 +225,8 @@ def learning(
     `optimizer`, and their terms are in `out.loss`. Ends with the model in evaluation mode; of a
     task whose loop raises nothing is kept. Raises ValueError for an optimiser that lacks a
     parameter, a loader that can be read only once, within another block of the same model and in
-    one of several processes; RuntimeError where no step was made."""
+    one of several processes; RuntimeError where no step was made, where another optimiser steps
+    and where no backward comes to the hooks' terms."""
     optimizer, hooks = _inner(optimizer), hooks or hooks_of(model)
     _check_processes(); _check_optimizer(model, optimizer); _check_loader(loader, n_steps)
     steps, driven = len(loader) if n_steps is None else n_steps, Driven(model, hooks)

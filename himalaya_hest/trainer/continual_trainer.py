@@ -28,7 +28,7 @@ from .lesson import Lesson
 from .position import (
     Position, check_known, last_number, restore_position, task_mark)
 from .rows import (
-    TaskRows, chat_of, check_ids, encode_rows, system_of, tell_cut_rows)
+    TaskRows, chat_of, check_ids, encode_rows, tell_cut_rows)
 from .scores import (
     ContinualScores, answers_of, as_evaluation, check_stop, metric_of, scores_of)
 from himalaya_hest.trainer.settings import (
@@ -157,7 +157,7 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
     task = LearnedTask(
         name, instruction, encoded.form, encoded.max_new_tokens, metric or found,
         tuple(labels) if labels is not None else names if metric in (None, found) else None, stop,
-        system_of(rows) if encoded.form == "chat" else "")
+        encoded.system)
     return encoded, task
 
 def _hold_back(trainer, task, rows):

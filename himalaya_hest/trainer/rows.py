@@ -176,6 +176,7 @@ class TaskRows:
     answers: list[str] # one a row
     max_new_tokens: int # of an answer, its stop token included
     max_length: int # tokens of a row
+    system: str | None = "" # what all rows are told before the question; None: not all the same
 
 # %% ../../nbs/trainer/01_rows.ipynb #d1f836d2
 def _pieces(row, form, instruction, tokenizer):
@@ -232,7 +233,8 @@ def encode_rows(
         most = max_new_tokens or _longest([len(p[2]) for p in pieces], max_length)
         encoded = [laid_out(*p[:3], max_length, most) for p in pieces]
         answers = [p[3] for p in pieces]
-    return TaskRows(name, form, encoded, answers, most, max_length)
+    system = system_of(rows) if form == "chat" else ""
+    return TaskRows(name, form, encoded, answers, most, max_length, system)
 
 # %% ../../nbs/trainer/01_rows.ipynb #5b1d7e10
 def tell_cut_rows(

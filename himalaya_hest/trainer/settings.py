@@ -18,6 +18,7 @@ from ..adapters.defaults import EWC_DEFAULTS, start_training, training_defaults
 from ..adapters.names import _name
 from ..adapters.registry import Adapter
 from ..ground.hooks import StreamHooks
+from ..running.parameters import checked, EWCParameters
 from ..running.training import make_optimizer as make_groups
 
 # %% ../../nbs/trainer/02_settings.ipynb #84ed97e7
@@ -59,9 +60,11 @@ def check_given(
     "`ValueError` for an argument of another type than it is meant to have."
     if not isinstance(args, TrainingArguments):
         raise ValueError(f"args is a {type(args).__name__}, expected TrainingArguments('out', ...)")
-    known = isinstance(ewc, dict) and set(ewc) <= set(EWC_DEFAULTS)
-    if not known and not isinstance(ewc, (bool, type(None))):
+    if not isinstance(ewc, (bool, dict, type(None))):
         raise ValueError(f"ewc is {ewc!r}, expected True or a dict of {', '.join(EWC_DEFAULTS)}")
+    # as a run checks them: names, types and ranges
+    try: checked(EWCParameters, ewc if isinstance(ewc, dict) else {}, "ewc.")
+    except ValueError as e: raise ValueError(f"ewc is {ewc!r}: {e}") from None
     check_count("max_length", max_length)
 
 # %% ../../nbs/trainer/02_settings.ipynb #758c196c
