@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..ground.quiet import LOADING, telling, waiting
+
 # %% ../../nbs/cli/03_bench.ipynb #f05bfbb1
 def step_clock():
     "Hooks that note the process time at the end of each step, in `times_s`."
@@ -100,9 +102,11 @@ def _bench_adapters(a): # what was parsed
     # every adapter's settings are looked at before the first is measured
     given = dict(n_tasks=1) | read_arguments(a.given)
     adapters = a.adapters or ["himalaya", "lora-bank", "lora"]
-    for adapter in adapters: resolve(given | dict(adapter=adapter))
+    with telling(LOADING):
+        for adapter in adapters: resolve(given | dict(adapter=adapter))
     with tempfile.TemporaryDirectory() as folder:
-        found = [_measured(adapter, _few_steps(a, given, folder)) for adapter in adapters]
+        few = _few_steps(a, given, folder)
+        found = [_measured(adapter, few) for adapter in waiting(adapters, "adapters")]
     # the last run speaks for all: model, task and batch are the same
     _, record, n_steps = found[-1]
     c = record["config"]

@@ -11,6 +11,8 @@ import difflib
 import json
 from pathlib import Path
 
+from ..ground.quiet import LOADING, telling
+
 # %% ../../nbs/cli/02_finished.ipynb #0b8a7369
 def evaluate_parser(called, **further):
     "The parser of `evaluate`."
@@ -51,13 +53,16 @@ def evaluate(
     "Evaluate finished runs, and print their tables and every file that was written."
     a = evaluate_parser(called).parse_args(arguments)
     if a.source == "disk": _check_runs(a.results_dir, a.run_ids)
-    from himalaya_hest.compare.evaluate import evaluate_runs
+    from himalaya_hest.running.run_files import make_folder
+    if a.output_dir: make_folder(a.output_dir, "--output-dir", keep=False)
+    with telling(LOADING): from himalaya_hest.compare.evaluate import evaluate_runs
     from himalaya_hest.ground.table import Table
     from himalaya_hest.jobs.tracked import read_source
     from himalaya_hest.jobs.shown import closing_lines
     from himalaya_hest.measures.records import load_records
     sent = read_source(a.source, a.run_ids, a.wandb_entity, a.wandb_project)
-    shown = evaluate_runs(a.results_dir, a.run_ids, sent, a.output_dir)
+    with telling("making tables and figures"):
+        shown = evaluate_runs(a.results_dir, a.run_ids, sent, a.output_dir)
     # the empty text sets the tables off from what was printed on the way
     print("", *(x for x in shown[::-1] if isinstance(x, Table)), sep="\n\n")
     records = sent or load_records(a.results_dir, a.run_ids)
@@ -106,12 +111,16 @@ def report(
 ) -> int: # exit status
     "Write the page of a run, print the report of its adapter, and the page's path last."
     a = report_parser(called).parse_args(arguments)
-    from himalaya_hest.jobs.finished_run import finished_record
+    if not (folder := Path(a.output).parent).is_dir():
+        raise ValueError(f"-o {a.output}: there is no folder {folder}; make it, or name another")
+    with telling(LOADING): from himalaya_hest.jobs.finished_run import finished_record
     finished_record(a.run, needs_adapter=a.text)
-    if a.text or (Path(a.run)/"adapter").is_dir(): print(_adapter_text(a))
+    if a.text or (Path(a.run)/"adapter").is_dir():
+        with telling("opening the adapter"): text = _adapter_text(a)
+        print(text, flush=True)
     if not a.text:
         from himalaya_hest.compare.page import write_page
-        print(write_page(a.run, a.output or None))
+        with telling("drawing the page"): print(write_page(a.run, a.output or None))
     return 0
 
 # %% ../../nbs/cli/02_finished.ipynb #c2a00007

@@ -63,9 +63,9 @@ plan_parser = _parser_of_runs(
 
 # %% ../../nbs/cli/01_runs.ipynb #c1a0000e
 def _resolved(parameters, **kw):
-    from himalaya_hest.ground.quiet import telling
+    from himalaya_hest.ground.quiet import LOADING, telling
     from himalaya_hest.running.resolve import resolve
-    with telling("loading PyTorch, transformers and PEFT"): return resolve(parameters, **kw)
+    with telling(LOADING): return resolve(parameters, **kw)
 
 # %% ../../nbs/cli/01_runs.ipynb #4df81528
 def run(
@@ -74,10 +74,11 @@ def run(
 ) -> int: # exit status
     "A run, as `python -m himalaya_hest.jobs.run` makes it."
     given = run_parser(called).parse_args(arguments).given
-    from himalaya_hest.running.run_files import make_results_dir, read_arguments
+    from himalaya_hest.running.run_files import make_folder, read_arguments
     parameters = read_arguments(given)
     if not parameters.get("dry_run"):
-        make_results_dir(str(parameters.get("results_dir") or "."), keep=False)
+        for name in ("results_dir", "cache_dir"):
+            make_folder(str(parameters.get(name) or "."), f"parameter {name}", keep=False)
     # what a run still waits for, a dry run says
     _resolved(parameters, later=[])
     from himalaya_hest.jobs.run import main

@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from ..ground.quiet import LOADING, telling
 from .scrubbing import scrub
 from ..running.names import told_parameters
 from ..running.parameters import RunConfig
@@ -320,7 +321,7 @@ def repeat_run(
     # a repetition that nobody keeps leaves nothing, its tokenised tasks neither
     with (contextlib.nullcontext(results_dir) if results_dir
           else tempfile.TemporaryDirectory()) as folder:
-        parameters = parameters_of(
+        with telling(LOADING): parameters = parameters_of(
             record, folder, cache_dir or (".cache" if results_dir else f"{folder}/cache"),
             allow_code_execution, adapter_module,
         )

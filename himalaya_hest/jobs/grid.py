@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+from ..ground.quiet import LOADING, telling
 from ..ground.table import Table
 from .grid_jobs import GridOptions, Jobs
 from himalaya_hest.jobs.grid_runs import (
@@ -23,14 +24,15 @@ from himalaya_hest.jobs.grid_runs import (
 from .scrubbing import scrub
 from ..measures.records import read_grid
 from ..running.resolve import resolve
-from ..running.run_files import exit_status, read_arguments
+from ..running.run_files import exit_status, make_folder, read_arguments
 
 # %% ../../nbs/jobs/21_grid.ipynb #a7b1770b
 class Watch:
     "One line for the whole grid, and a line for each run that ends."
     def __init__(self, runs, results_dir, name, quiet):
         from tqdm.auto import tqdm
-        self.runs, self.results_dir, self.quiet, self.seen = runs, results_dir, quiet, set()
+        self.runs, self.results_dir, self.quiet = runs, results_dir, quiet
+        self.seen, self.told = set(), ""
         self.bar = tqdm(total=len(runs), desc=name, unit="run", disable=quiet)
     def tell(self, text):
         if not self.quiet: self.bar.write(text, file=sys.stdout)
@@ -45,9 +47,11 @@ class Watch:
         running = [s for s in states.values() if s.state == "running"]
         left = len(states) - len(self.seen) - len(running) - len(failed)
         shares = ", ".join(f"{100 * s.share:.0f} %" for s in running[:8])
-        self.bar.set_postfix_str(
-            (f"{len(running)} running ({shares}), " if running else "")
-            + f"{left} to come, {len(failed)} failed")
+        told = f"{len(running)} running ({shares}), " if running else ""
+        told += f"{left} to come, {len(failed)} failed"
+        # the time ticks where somebody looks on; a file gets a line where something is new
+        self.bar.set_postfix_str(told, refresh=sys.stderr.isatty() or told != self.told)
+        self.told = told
         return states
 
 # %% ../../nbs/jobs/21_grid.ipynb #6bedbd2c
@@ -101,7 +105,7 @@ def _watch_all(jobs, watch, failed, on_finished, look_s):
 
 # %% ../../nbs/jobs/21_grid.ipynb #ce9f0694
 def _stopped(jobs, watch):
-    "What Ctrl-C leaves."
+    "What Ctrl-C, or an error, leaves."
     if jobs.options.where == "slurm":
         watch.tell("the jobs go on; the same command watches them again, scancel ends them"); return
     watch.tell(
@@ -142,15 +146,17 @@ def run_grid(
     quiet: bool = False, # print nothing
     look_s: float | None = None, # seconds between two looks; None: 1, and 10 on Slurm
 ) -> list[RunState]: # of all runs, when nothing is left to be done
-    """Run what is not finished, and watch until all runs have ended or failed. Stopped by Ctrl-C,
-    local runs write a checkpoint; Slurm's jobs go on, and the same call watches them again."""
+    """Run what is not finished, and watch until all runs have ended or failed. Stopped by Ctrl-C, or
+    by an error of `on_finished`, local runs write a checkpoint; Slurm's jobs go on. The same call
+    goes on, or watches them again."""
     results_dir, failed = Path(results_dir), {}
     _check_finished(runs, results_dir)
     jobs = Jobs(runs, results_dir, options or GridOptions(), name)
     watch = Watch(runs, results_dir, name, quiet)
     jobs.attach()
     try: states = _watch_all(jobs, watch, failed, on_finished, look_s)
-    except KeyboardInterrupt: _stopped(jobs, watch); raise
+    # nobody would look after runs that were left alone
+    except BaseException: _stopped(jobs, watch); raise
     finally: watch.bar.close()
     given_up = lambda s, why: RunState(**vars(s) | dict(state="failed", told=why))
     return [given_up(s, failed[r]) if r in failed else s for r, s in states.items()]
@@ -172,7 +178,7 @@ def told_before(
 ) -> None:
     "Print what would run, and about how long it takes."
     if workers < 1: raise ValueError(f"workers is {workers!r}, expected at least 1")
-    total, devices = [0., 0.], set()
+    spans, devices = [(0., 0.)], set() # hours from and to
     for r, p in runs.items():
         # as wide as a time, so that the names stand under one another
         took = "there already     "
@@ -181,10 +187,11 @@ def told_before(
             if planned := _planned(p):
                 device, hours = planned
                 devices.add(device)
-                total = [a + b for a, b in zip(total, hours)]
+                spans.append(hours)
                 took = f"{60 * hours[0]:5.1f} to {60 * hours[1]:5.1f} min"
         print(took, r, {k: v for k, v in p.items() if k not in ("results_dir", "run_id")})
-    least, most = (60 * hours / workers for hours in total)
+    # a run is one worker's, however many others there are
+    least, most = (60 * max(*hours, sum(hours) / workers) for hours in zip(*spans))
     searched = any(p.get("n_trials") for p in runs.values())
     print(f"{len(runs)} runs, {least:.0f} to {most:.0f} minutes with {workers} workers on "
           f"{' and '.join(sorted(devices)) or 'nothing'}{', searches not counted' * searched}")
@@ -250,6 +257,9 @@ def _over(base, changes):
 
 def _asked_runs(args, grid):
     "The runs that a command line asks for."
+    if args.pairs is not None and args.pairs < 1:
+        raise ValueError(f"--pairs is {args.pairs}, expected at least 1")
+    there = {r["run_id"] for r in read_grid(args.without)} if args.without else ()
     shared = [f"training.num_processes={args.processes}"] if args.processes > 1 else []
     base = _over(grid["base"], read_arguments(args.changes + shared))
     named = named_runs(combinations(grid | dict(base=base), args.pairs), args.results_dir)
@@ -258,7 +268,6 @@ def _asked_runs(args, grid):
         raise ValueError(f"--only {strange[0]}: none of the grid's runs has such a name"
                          + "; parameters go in front of --only" * ("=" in strange[0]))
     asked = {r for runs in found.values() for r in runs}
-    there = {r["run_id"] for r in read_grid(args.without)} if args.without else ()
     return {r: p for r, p in named.items() if r in asked and r not in there}
 
 # %% ../../nbs/jobs/21_grid.ipynb #1e1b602f
@@ -297,24 +306,16 @@ def _summary(states, results_dir, out):
     return int(bool(bad))
 
 # %% ../../nbs/jobs/21_grid.ipynb #6dd2e811
-def _make_records(out):
-    "`ValueError` for a folder of records that cannot be made, before the first run and not behind it."
-    try: Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(f"--records {out} is no folder, and none can be made of it: {e.strerror}; "
-                         "give another") from None
-
 def _command(args, records, called):
     "What `main` does, once it is clear what was asked for."
     grid = load_grid(args.grid)
     # neither question needs them, and both may be asked far from the cluster
     options = None if args.status or args.dry_run else _options(args)
-    runs = _asked_runs(args, grid)
+    with telling(LOADING): runs = _asked_runs(args, grid)
     # two questions that start nothing
     if args.status: return _status(runs, args.results_dir, grid["name"])
     if args.dry_run: told_before(runs, args.results_dir, args.workers); return 0
-    out = args.records or records(grid["name"])
-    if out: _make_records(out)
+    if out := args.records or records(grid["name"]): make_folder(out, "--records")
     failed = _summary(_run_asked(args, grid, runs, options, out, called), args.results_dir, out)
     if args.evaluate and not failed:
         from himalaya_hest.compare.evaluate import evaluate_runs

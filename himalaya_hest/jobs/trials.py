@@ -16,7 +16,7 @@ from typing import Iterable
 from .spaces import with_setting
 from ..running.names import _STORAGE, parameters_digest
 from ..running.parameters import RunConfig
-from ..running.resolve import resolve
+from ..running.resolve import one_trial, resolve
 from ..running.run_lock import Leases, locked
 
 log = logging.getLogger("himalaya_hest")
@@ -32,14 +32,7 @@ def trial_parameters(
     **changed, # fields of the run
 ) -> dict: # parameters
     "Parameters of the run that judges a setting."
-    s = config.search
-    quick = config.evaluation | dict(latency_pairs=0, final_eval_rows=None, after_tasks=None)
-    counted_only = config.energy and config.energy | dict(latency_samples=0, energy_meter="none")
-    return with_setting(
-        config, setting, stream=s["stream"], source="", n_tasks=s["n_tasks"], n_trials=0, search={},
-        tracker="off", evaluation=quick, energy=counted_only,
-        **({"run_id": "", "seed": s["seed"], "order_seed": s["seed"]} | changed),
-    )
+    return with_setting(config, setting, **one_trial(config, **changed))
 
 # %% ../../nbs/jobs/02_trials.ipynb #c1650ee9
 def study_name(

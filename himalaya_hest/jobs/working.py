@@ -21,7 +21,7 @@ from himalaya_hest.running.checkpoint import (
 from ..running.continual_run import ProcessState
 from ..running.guards import deterministic_kernels, Interrupts, Terminated
 from ..running.parameters import RunConfig
-from ..running.run_files import make_results_dir
+from ..running.run_files import make_folder
 from ..running.run_lock import locked
 from ..running.threads import own_threads
 from ..streams.tokenised import DataWarning
@@ -91,7 +91,7 @@ def locked_run(
     wait: bool, # for whoever has it; False: `RunTaken`
 ):
     "Hold a run's lock, and its signals until a step has ended; gives both."
-    make_results_dir(config.results_dir)
+    make_folder(config.results_dir)
     folder = Path(config.results_dir)/config.run_id
     with (
         Interrupts() as interrupts,

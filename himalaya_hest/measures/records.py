@@ -130,8 +130,11 @@ def read_grid(
             "command that made them writes those too, with --records FOLDER "
             "(himalaya-hest grid ... --records FOLDER); name that folder"
         )
-    made_by = made_by or f"python bench/grid.py bench/grids/{Path(place).stem}.yaml"
-    raise FileNotFoundError(f"no records in {place}: make them with {made_by}")
+    # a clone has the grid beside its records
+    grid = Path("bench/grids")/f"{Path(place).stem}.yaml"
+    if not made_by and (Path(place).parent.parent/grid).exists():
+        made_by = f"python bench/grid.py {grid}"
+    raise FileNotFoundError(f"no records in {place}" + f": make them with {made_by}" * bool(made_by))
 
 # %% ../../nbs/measures/13_records.ipynb #032c96bb
 class Record(dict):

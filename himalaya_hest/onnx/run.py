@@ -10,7 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..running.run_files import checked_parameters, exit_status
+from ..ground.quiet import telling
+from ..running.run_files import checked_parameters, exit_status, make_folder
 from ..jobs.finished_run import FinishedRun, open_run
 from ..jobs.scrubbing import scrub
 from ..ground.table import Table
@@ -114,8 +115,10 @@ def export_parser(
 def _export(arguments, called):
     "Export the run of a command line, and print what came of it."
     a = export_parser(called).parse_args(arguments)
-    run = open_run(a.run, a.cache_dir, a.adapter_module)
-    found = export_run(run, a.folder, a.rows, not a.float, a.int8)
+    make_folder(a.folder, "FOLDER", keep=False)
+    with telling("opening the run"): run = open_run(a.run, a.cache_dir, a.adapter_module)
+    with telling(f"exporting adapter and backbone, then comparing {a.rows} answers of each task"):
+        found = export_run(run, a.folder, a.rows, not a.float, a.int8)
     print(
         f"{found['bare']}\n{found['adapter']}\n"
         f"{found['compared'] - found['unequal']} of {found['compared']} "

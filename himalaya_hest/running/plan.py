@@ -23,7 +23,7 @@ from himalaya_hest.running.loads import (
 from .gguf_file import gguf_path, read_gguf
 from .memory import memory_parts
 from .parameters import MAX_LENGTH, RunConfig, micro_batches_of_step
-from .resolve import resolve
+from .resolve import one_trial, resolve
 from .run_files import exit_status, read_arguments
 from himalaya_hest.running.shapes import (
     adapter_size, held_dtype, model_config, model_folder, shape_of,
@@ -141,16 +141,6 @@ def _notes(config, loads, of):
     return out
 
 # %% ../../nbs/running/10_plan.ipynb #f7b73ef9
-def _of_trial(config):
-    "The parameters of one trial of the run's search."
-    s = config.search
-    return asdict(config) | dict(
-        stream=s["stream"], source="", n_tasks=s["n_tasks"],
-        n_trials=0, search={}, tracker="off", run_id="",
-        evaluation=config.evaluation | dict(after_tasks=None, final_eval_rows=None),
-        energy=config.energy and config.energy | dict(latency_samples=0),
-    )
-
 def search_runs(
     config: RunConfig, # resolved
 ) -> int: # at most: trials, and the finalists and the start over further pairs
@@ -202,7 +192,7 @@ def make_plan(
         downloads=_downloads(config, shape, loads),
         refused=refused,
         notes=_notes(config, loads, of),
-        trial=make_plan(_of_trial(config), on) if config.n_trials else None,
+        trial=make_plan(one_trial(config), on) if config.n_trials else None,
         on_cpu=_on_cpu(of, loads, longest_row),
     )
 

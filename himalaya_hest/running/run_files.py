@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MAX_VALUES', 'notebook_parameters', 'checked_parameters', 'save_config', 'check_size', 'read_named', 'load_config',
            'parameter_fields', 'full_name', 'parameter_lines', 'check_words', 'read_arguments', 'tell', 'exit_status',
-           'make_results_dir']
+           'make_folder']
 
 # %% ../../nbs/running/06_run_files.ipynb #ee4f46cc
 import contextlib
@@ -165,6 +165,9 @@ def check_words(
     "`ValueError` for a word that is neither a file nor NAME=VALUE, with what was perhaps meant."
     for i, word in enumerate(words):
         if os.path.exists(word): continue # False for what is too long for a name
+        if word.startswith("-"):
+            raise ValueError(f"{word[:60]} is no parameter: they are NAME=VALUE, and `himalaya-hest "
+                             "run --help` lists them")
         # a blank on both sides of the = makes three words
         after = "".join(words[i + 1:i + (3 if words[i + 1:i + 2] == ["="] else 2)])
         if meant := _parted(word, after):
@@ -224,12 +227,18 @@ def _check_once(names):
 def _is_mistake(error):
     "Whether an error is about what was asked for, and not a fault of the program."
     ours = type(error).__module__.partition(".")[0] == "himalaya_hest"
-    return ours or isinstance(error, (ValueError, FileNotFoundError))
+    return ours or isinstance(error, (ValueError, FileNotFoundError)) or _refused_place(error)
+
+def _refused_place(error):
+    "Whether a file system refused a place, which only who named it can mend."
+    return isinstance(error, OSError) and bool(error.filename and error.strerror)
 
 def _words_of(error):
-    "An error's own words; what a disk refused has its number and file before and behind them."
-    told = isinstance(error, OSError) and type(error) is not FileNotFoundError and error.strerror
-    return told or str(error)
+    "An error's own words; of what a file system says, the place first and no number."
+    if not _refused_place(error): return str(error)
+    # the package's own errors name the place in their words
+    ours = type(error).__module__.partition(".")[0] == "himalaya_hest"
+    return error.strerror if ours else f"{error.filename}: {error.strerror}"
 
 def tell(called: str, why: str) -> None:
     "A line on stderr about a command."
@@ -260,8 +269,9 @@ def exit_status(
         return 2
 
 # %% ../../nbs/running/06_run_files.ipynb #b95ba2a2
-def make_results_dir(
-    place: str | Path, # results_dir of a run
+def make_folder(
+    place: str | Path,
+    asked: str = "parameter results_dir", # what names it, for the message
     keep: bool = True, # False: only try, and leave everything as it was
 ) -> None:
     "`ValueError` where a folder cannot be made."
@@ -270,7 +280,7 @@ def make_results_dir(
     try: place.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ValueError(
-            f"parameter results_dir = {str(place)!r}: the folder cannot be made "
+            f"{asked} = {str(place)!r}: the folder cannot be made "
             f"({e.strerror}); choose another place"
         ) from None
     finally:
