@@ -10,7 +10,7 @@ mean over them; its directions are those in which the mixed updates of all sites
     OMP_NUM_THREADS=1 python bench/warm_start.py --steps 10 --rows --n-tasks 8 --seeds 0 \
         --work runs/warm_few --out runs/warm_few.json
 
-With fewer rows than the steps take they come again: --rows rows in as many steps as are most.
+With fewer rows than the steps take they come again: --rows rows in the 50 steps that a task has.
 `new` are the scores of the stream's own tasks right after they were learned, the first left out,
 `twin` those of their variants, whose twin is among the finished tasks. Differences to `fresh` are
 means over tasks, each a mean over --seeds, with the 95 % BCa interval over tasks.
@@ -29,7 +29,7 @@ from himalaya_hest.jobs.run import run_continual
 from himalaya_hest.workshop.measuring import called, circumstances, mean_interval, write_record
 
 STARTS = ("fresh", "directions", "whole", "mixture")
-BATCH, ALL_ROWS = 8, 400 # of a step, of a task, at scale mini
+BATCH, ALL_ROWS, STEPS = 8, 400, 50 # rows of a step, rows and steps of a task, at scale mini
 
 
 def mixed(q, d, core, weights):
@@ -96,7 +96,7 @@ def main():
     a = parser.parse_args()
     torch.set_num_threads(1)
     groups = {"new": slice(1, a.n_tasks), "twin": slice(a.n_tasks, None)}
-    cases = [(n, ALL_ROWS) for n in a.steps] + [(max(a.steps), n) for n in a.rows]
+    cases = [(n, ALL_ROWS) for n in a.steps] + [(STEPS, n) for n in a.rows]
     out = []
     a.work.mkdir(parents=True, exist_ok=True)
     own, stream = a.work/"own.yaml", a.work/"twins.yaml"

@@ -27,7 +27,9 @@ def same_world(
     for r in records:
         worlds.setdefault((r.get("world") or {}).get("digest"), []).append(r["run_id"])
     if len(worlds) > 1:
-        shown = "; ".join(f"{str(d)[:12]}: {', '.join(ids)}" for d, ids in worlds.items())
+        more = lambda ids: f" and {len(ids) - 3} more" * (len(ids) > 3)
+        shown = "; ".join(
+            f"{str(d)[:12]}: {', '.join(ids[:3])}{more(ids)}" for d, ids in worlds.items())
         raise ValueError(
             f"these runs belong to {len(worlds)} different worlds and cannot share a table "
             f"({shown}). Their rows, prompts, backbone or evaluation settings differ: "

@@ -88,11 +88,11 @@ def growth_points(
     return out
 
 # %% ../../nbs/study/21_growth.ipynb #053d4ef7
-def _rings(axes, points, color, size): # other forms, which fit the limit
+def _rings(axes, points, color, size, numbered): # other forms, which fit the limit
     for p in points:
         at = p["mb"], p["score"]
         axes.plot(*at, "o", color=color, mfc="white", markersize=size)
-        axes.annotate(f"{p['tasks']:,}", at, (-2, 5), color=color, fontsize=7, ha="right",
+        if numbered: axes.annotate(f"{p['tasks']:,}", at, (-3, 3), color=color, fontsize=7, ha="right",
                       textcoords="offset points")
 
 # %% ../../nbs/study/21_growth.ipynb #9d750130
@@ -107,14 +107,15 @@ def _panel(axes, title, points):
         bold = method == "himalaya"
         thick = dict(linewidth=1.6, markersize=6) if bold else dict(linewidth=1.1, markersize=4)
         axes.plot(x, y, "-o", color=color, **thick)
-        _rings(axes, [p for p in all_own if not p["line"]], color, thick["markersize"])
+        # the bank's points lie by HIMALAYA's, after as many tasks
+        numbered = method != EQUAL
+        _rings(axes, [p for p in all_own if not p["line"]], color, thick["markersize"], numbered)
         # where the file does not grow, numbers of tasks stand beside the line
         place = dict(xytext=(6, -3)) if x[0] == x[-1] else dict(
             xytext=(8 if method == "lora-bank" else 0, 4), ha="center")
         told = {} # place → numbers of tasks; points that fall together are told together
         for p in own: told.setdefault((p["mb"], round(p["score"], 2)), []).append(f"{p['tasks']:,}")
-        # those of the bank lie below HIMALAYA's, after as many tasks
-        for at, numbers in told.items() if method != EQUAL else ():
+        for at, numbers in told.items() if numbered else ():
             axes.annotate(", ".join(numbers), at, color=color, fontsize=7,
                           textcoords="offset points", **place)
         # names stand where those of neighbours and the axis do not
