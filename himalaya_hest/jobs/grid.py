@@ -7,6 +7,7 @@ __all__ = ['HOPELESS', 'Watch', 'run_grid', 'told_before', 'grid_parser', 'main'
 
 # %% ../../nbs/jobs/21_grid.ipynb #df05d9cc
 import argparse
+import contextlib
 import fnmatch
 import signal
 import sys
@@ -14,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from ..ground.quiet import LOADING, telling
+from ..ground.quiet import LOADING, drawn_here, telling
 from ..ground.table import Table
 from .grid_jobs import GridOptions, Jobs
 from himalaya_hest.jobs.grid_runs import (
@@ -30,10 +31,10 @@ from ..running.run_files import exit_status, make_folder, read_arguments
 class Watch:
     "One line for the whole grid, and a line for each run that ends."
     def __init__(self, runs, results_dir, name, quiet):
-        from tqdm.auto import tqdm
         self.runs, self.results_dir, self.quiet = runs, results_dir, quiet
-        self.seen, self.told = set(), ""
-        self.bar = tqdm(total=len(runs), desc=name, unit="run", disable=quiet)
+        self.seen = set()
+        self.bar = drawn_here(
+            None, quiet, total=len(runs), desc=name, unit="run", miniters=0)
     def tell(self, text):
         if not self.quiet: self.bar.write(text, file=sys.stdout)
     def look(self, failed: dict[str, str]) -> dict[str, RunState]: # run_id → state
@@ -49,9 +50,8 @@ class Watch:
         shares = ", ".join(f"{100 * s.share:.0f} %" for s in running[:8])
         told = f"{len(running)} running ({shares}), " if running else ""
         told += f"{left} to come, {len(failed)} failed"
-        # the time ticks where somebody looks on; a file gets a line where something is new
-        self.bar.set_postfix_str(told, refresh=sys.stderr.isatty() or told != self.told)
-        self.told = told
+        self.bar.set_postfix_str(told, refresh=False)
+        self.bar.update(0) # shown as often as suits the place
         return states
 
 # %% ../../nbs/jobs/21_grid.ipynb #6bedbd2c
@@ -108,11 +108,11 @@ def _stopped(jobs, watch):
     "What Ctrl-C, or an error, leaves."
     if jobs.options.where == "slurm":
         watch.tell("the jobs go on; the same command watches them again, scancel ends them"); return
-    watch.tell(
-        f"{len(jobs.active)} runs end their step and write a checkpoint; "
-        "the same command goes on. Once more leaves at once"
-    )
     jobs.stop()
+    # whoever reads may be gone, which may be why
+    with contextlib.suppress(OSError): watch.tell(
+        f"{len(jobs.active)} runs end their step and write a checkpoint; "
+        "the same command goes on. Once more leaves at once")
     while any(not job.done() for job in jobs.active.values()): time.sleep(.2)
 
 # %% ../../nbs/jobs/21_grid.ipynb #9a88cd12
@@ -147,7 +147,7 @@ def run_grid(
     look_s: float | None = None, # seconds between two looks; None: 1, and 10 on Slurm
 ) -> list[RunState]: # of all runs, when nothing is left to be done
     """Run what is not finished, and watch until all runs have ended or failed. Stopped by Ctrl-C, or
-    by an error of `on_finished`, local runs write a checkpoint; Slurm's jobs go on. The same call
+    by an error such as of `on_finished`, local runs write a checkpoint; Slurm's jobs go on. The same call
     goes on, or watches them again."""
     results_dir, failed = Path(results_dir), {}
     _check_finished(runs, results_dir)

@@ -30,13 +30,7 @@ def _check_model(cfg):
     if file: read_gguf(cfg.model, cfg.quantisation)
 
 def _check_data_dir(cfg):
-    if cfg.source != "local":
-        # the rows of a search may be the folder's where the run's are not
-        if not cfg.data_dir or cfg.n_trials: return
-        raise ValueError(
-            f"parameter data_dir = {cfg.data_dir!r} is given, but the rows are those of source "
-            f"{cfg.source!r}: give source=local, or leave data_dir out."
-        )
+    if cfg.source != "local": return
     if not cfg.data_dir:
         raise ValueError(
             "source 'local' needs data_dir, a folder of <task>/{train,validation}.jsonl "

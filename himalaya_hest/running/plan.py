@@ -7,7 +7,7 @@ __all__ = ['Plan', 'lenient', 'search_runs', 'make_plan', 'with_cpu', 'plan_numb
 
 # %% ../../nbs/running/10_plan.ipynb #78b1008f
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 
 import torch

@@ -325,12 +325,11 @@ def one_trial(
     """Parameters of a run on the development stream that measures nothing but its score: no
     latency, no meter, no tracker, no larger sample at the end."""
     s = config.search
-    # a folder that stands for the hub holds the development rows as well
     source = load_stream(s["stream"]).source
-    if source == "hub" and config.source == "local": source = "local"
+    # a folder that stands for the hub holds the development rows as well
+    if source == load_stream(config.stream).source == "hub": source = config.source
     return asdict(config) | dict(
-        stream=s["stream"], source=source, data_dir=config.data_dir * (source == "local"),
-        n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", run_id="",
+        stream=s["stream"], source=source, n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", run_id="",
         seed=s["seed"], order_seed=s["seed"],
         evaluation=config.evaluation | dict(
             latency_pairs=0, final_eval_rows=None, after_tasks=None),
@@ -394,7 +393,9 @@ def resolve(
     method, with_ewc = _resolve_adapter(cfg)
     check_protocol(cfg, method, with_ewc)
     _resolve_role(cfg, method)
-    cfg.source = cfg.source or load_stream(cfg.stream).source
+    # a folder of rows that is named is meant
+    own = load_stream(cfg.stream).source
+    cfg.source = cfg.source or ("local" if cfg.data_dir else own)
     check_places(cfg)
 
     # what is trained, and how; a budget stands in one place from here on

@@ -15,7 +15,7 @@ from pathlib import Path
 from .checkpoint import telling_refusals
 from .names import told_parameters
 from .parameters import RunConfig
-from .run_files import read_named, save_config
+from .run_files import save_config
 
 # %% ../../nbs/running/24_resume.ipynb #f1045a4c
 def _remove(folder):
@@ -26,10 +26,13 @@ def _remove(folder):
 
 def _differences(path, config):
     "Parameters in which a run's file differs from a config, where a run is stored apart."
+    import yaml
     # a power cut may leave an empty one, which says nothing
-    there = (read_named(path, "run") or {}) if path.exists() else {}
+    try: there = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.exists() else {}
+    except yaml.YAMLError: there = None
     if not isinstance(there, dict):
-        raise ValueError(f"{path} holds no parameters of a run: give another results_dir or run_id")
+        raise ValueError(f"{path} holds no parameters of a run: remove the run's folder, or give "
+                         "another results_dir or run_id")
     there, here = told_parameters(there), told_parameters(asdict(config))
     names = [k for k in here | there if k not in ("results_dir", "cache_dir", "overwrite")]
     return [

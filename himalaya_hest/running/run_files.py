@@ -9,6 +9,7 @@ __all__ = ['MAX_VALUES', 'notebook_parameters', 'checked_parameters', 'save_conf
 
 # %% ../../nbs/running/06_run_files.ipynb #ee4f46cc
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -165,9 +166,6 @@ def check_words(
     "`ValueError` for a word that is neither a file nor NAME=VALUE, with what was perhaps meant."
     for i, word in enumerate(words):
         if os.path.exists(word): continue # False for what is too long for a name
-        if word.startswith("-"):
-            raise ValueError(f"{word[:60]} is no parameter: they are NAME=VALUE, and `himalaya-hest "
-                             "run --help` lists them")
         # a blank on both sides of the = makes three words
         after = "".join(words[i + 1:i + (3 if words[i + 1:i + 2] == ["="] else 2)])
         if meant := _parted(word, after):
@@ -175,6 +173,9 @@ def check_words(
             rule = "no blanks around =" if blanks else "parameters are NAME=VALUE"
             raise ValueError(f"{rule}: {meant}")
         if told := _meant(word): raise ValueError(told)
+        if word.startswith("-"):
+            raise ValueError(f"{word[:60]} is no parameter: they are NAME=VALUE, and `himalaya-hest "
+                             "run --help` lists them")
 
 # %% ../../nbs/running/06_run_files.ipynb #61aaffc5
 def _value_of(name, text):
@@ -229,16 +230,18 @@ def _is_mistake(error):
     ours = type(error).__module__.partition(".")[0] == "himalaya_hest"
     return ours or isinstance(error, (ValueError, FileNotFoundError)) or _refused_place(error)
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS) # told without a place, where a file is open
+
 def _refused_place(error):
     "Whether a file system refused a place, which only who named it can mend."
-    return isinstance(error, OSError) and bool(error.filename and error.strerror)
+    return isinstance(error, OSError) and (bool(error.filename) or error.errno in _FULL)
 
 def _words_of(error):
     "An error's own words; of what a file system says, the place first and no number."
-    if not _refused_place(error): return str(error)
+    if not isinstance(error, OSError) or not error.strerror: return str(error)
     # the package's own errors name the place in their words
     ours = type(error).__module__.partition(".")[0] == "himalaya_hest"
-    return error.strerror if ours else f"{error.filename}: {error.strerror}"
+    return error.strerror if ours or not error.filename else f"{error.filename}: {error.strerror}"
 
 def tell(called: str, why: str) -> None:
     "A line on stderr about a command."
