@@ -158,7 +158,7 @@ def growth_table(
 
 # %% ../../nbs/study/21_growth.ipynb #92780d35
 WORLDS = { # title of a panel → files of records and the numbers of tasks that are read of each
-    "public tasks, SmolLM2-135M-Instruct": {"small": (2, 5, 10), "small_equal": (2, 5, 10)},
+    "public tasks, SmolLM2-135M-Instruct": {"small": (2, 5, 10)},
     "generated tasks": {"main": (10, 25), "tasks_main": (100,), "tasks_1000": (1000,)},
 }
 
