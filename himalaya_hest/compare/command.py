@@ -59,8 +59,9 @@ def _usual(c): # a run's parameters
     ours = c["adapter"].partition("+")[0] in ("himalaya", "hest") and c["protocol"] != "zero_shot"
     plain = asdict(RunConfig())
     plain |= {k: found[k] for k in ("model", "stream", "dtype", "quantisation")}
-    # a stream of one's own is not looked for: its file may be gone
-    if c["stream"] in stream_names(): plain["source"] = load_stream(c["stream"]).source
+    # a stream of one's own is not looked for: its file may be gone; a folder alone would be taken
+    if c["stream"] in stream_names() and not c["data_dir"]:
+        plain["source"] = load_stream(c["stream"]).source
     # whether a model chats is known of the scale's own
     chats = found.get("chat_template", False) and c["study"] != "continual25"
     if c["study"] == "continual25" or c["model"] == found["model"]: plain["chat_template"] = chats
