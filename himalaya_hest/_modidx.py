@@ -4766,6 +4766,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                   'himalaya_hest/running/run_files.py'),
                                                  'himalaya_hest.running.run_files._is_mistake': ( 'running/run_files.html#_is_mistake',
                                                                                                   'himalaya_hest/running/run_files.py'),
+                                                 'himalaya_hest.running.run_files._is_ours': ( 'running/run_files.html#_is_ours',
+                                                                                               'himalaya_hest/running/run_files.py'),
                                                  'himalaya_hest.running.run_files._meant': ( 'running/run_files.html#_meant',
                                                                                              'himalaya_hest/running/run_files.py'),
                                                  'himalaya_hest.running.run_files._n_values': ( 'running/run_files.html#_n_values',

@@ -146,8 +146,8 @@ def run_grid(
     quiet: bool = False, # print nothing
     look_s: float | None = None, # seconds between two looks; None: 1, and 10 on Slurm
 ) -> list[RunState]: # of all runs, when nothing is left to be done
-    """Run what is not finished, and watch until all runs have ended or failed. Stopped by Ctrl-C, or
-    by an error such as of `on_finished`, local runs write a checkpoint; Slurm's jobs go on. The same call
+    """Run what is not finished, and watch until all runs have ended or failed. Stopped by Ctrl-C or
+    an error, as of `on_finished`, local runs write a checkpoint; Slurm's jobs go on. The same call
     goes on, or watches them again."""
     results_dir, failed = Path(results_dir), {}
     _check_finished(runs, results_dir)

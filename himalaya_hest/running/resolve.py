@@ -329,8 +329,8 @@ def one_trial(
     # a folder that stands for the hub holds the development rows as well
     if source == load_stream(config.stream).source == "hub": source = config.source
     return asdict(config) | dict(
-        stream=s["stream"], source=source, n_tasks=s["n_tasks"], n_trials=0, search={}, tracker="off", run_id="",
-        seed=s["seed"], order_seed=s["seed"],
+        stream=s["stream"], source=source, n_tasks=s["n_tasks"], seed=s["seed"],
+        order_seed=s["seed"], n_trials=0, search={}, tracker="off", run_id="",
         evaluation=config.evaluation | dict(
             latency_pairs=0, final_eval_rows=None, after_tasks=None),
         energy=config.energy and config.energy | dict(latency_samples=0, energy_meter="none"),
@@ -394,8 +394,7 @@ def resolve(
     check_protocol(cfg, method, with_ewc)
     _resolve_role(cfg, method)
     # a folder of rows that is named is meant
-    own = load_stream(cfg.stream).source
-    cfg.source = cfg.source or ("local" if cfg.data_dir else own)
+    cfg.source = cfg.source or ("local" if cfg.data_dir else load_stream(cfg.stream).source)
     check_places(cfg)
 
     # what is trained, and how; a budget stands in one place from here on

@@ -225,10 +225,13 @@ def _check_once(names):
         raise ValueError(f"{twice[0]} is given {names.count(twice[0])} times, expected once")
 
 # %% ../../nbs/running/06_run_files.ipynb #5482941f
+def _is_ours(error): # the package's own errors name a place in their words
+    return type(error).__module__.partition(".")[0] == "himalaya_hest"
+
 def _is_mistake(error):
     "Whether an error is about what was asked for, and not a fault of the program."
-    ours = type(error).__module__.partition(".")[0] == "himalaya_hest"
-    return ours or isinstance(error, (ValueError, FileNotFoundError)) or _refused_place(error)
+    told = isinstance(error, (ValueError, FileNotFoundError))
+    return told or _is_ours(error) or _refused_place(error)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS) # told without a place, where a file is open
 
@@ -239,9 +242,8 @@ def _refused_place(error):
 def _words_of(error):
     "An error's own words; of what a file system says, the place first and no number."
     if not isinstance(error, OSError) or not error.strerror: return str(error)
-    # the package's own errors name the place in their words
-    ours = type(error).__module__.partition(".")[0] == "himalaya_hest"
-    return error.strerror if ours or not error.filename else f"{error.filename}: {error.strerror}"
+    if _is_ours(error) or not error.filename: return error.strerror
+    return f"{error.filename}: {error.strerror}"
 
 def tell(called: str, why: str) -> None:
     "A line on stderr about a command."

@@ -92,8 +92,9 @@ def _rings(axes, points, color, size, numbered): # other forms, which fit the li
     for p in points:
         at = p["mb"], p["score"]
         axes.plot(*at, "o", color=color, mfc="white", markersize=size)
-        if numbered: axes.annotate(f"{p['tasks']:,}", at, (-3, 3), color=color, fontsize=7, ha="right",
-                      textcoords="offset points")
+        if numbered: axes.annotate(
+            f"{p['tasks']:,}", at, (-3, 3), color=color, fontsize=7, ha="right",
+            textcoords="offset points")
 
 # %% ../../nbs/study/21_growth.ipynb #9d750130
 def _panel(axes, title, points):
@@ -236,4 +237,5 @@ def thousand_table(
             *mb_after(runs[0], (len(runs[0]["tasks"]),)).values(),
             mean(lambda r: r["summary"]["wall_s"] / 60),
             most_mb(runs)])
-    return Table("", columns, sorted(rows, key=lambda r: -r[3]))
+    title = f"{len(records[0]['tasks']):,} tasks, means over orders"
+    return Table(title, columns, sorted(rows, key=lambda r: -r[3]))
