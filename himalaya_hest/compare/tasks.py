@@ -18,7 +18,7 @@ from himalaya_hest.compare.adapter import (
 )
 from ..ground.table import Table
 from ..himalaya.router import task_scores
-from ..himalaya.task_cores import TaskCores, core_energy, task_bytes
+from ..himalaya.task_cores import TaskCores, core_energy
 from ..himalaya.tuner import HimalayaModel, HimalayaSettings, task_names, UNROUTED
 
 # %% ../../nbs/compare/12_tasks.ipynb #a7b81ee5
@@ -34,7 +34,7 @@ def _tasks_said(core):
 def _what(model, name, config, core):
     "One row a property."
     cores, router = core.tasks, core.router
-    size = task_bytes(len(cores.sites), cores.r, cores.R, cores.bits)
+    size = cores.finished.rows.shape[1]
     # means and covariance come from these prompts, whatever was evaluated since
     read = f"{router.content.k} of the content and {router.instruction.k} of the instruction"
     hand = core.set_by_hand

@@ -70,10 +70,8 @@ def unpack_planes(
     n, bits, n_bytes = planes.shape
     place = torch.arange(8, dtype=torch.uint8, device=planes.device)
     plane = torch.arange(bits, dtype=torch.uint8, device=planes.device).view(-1, 1, 1)
-    return (
-        (((planes[..., None] >> place) & 1) << plane).sum(1, dtype=torch.uint8)
-        .view(n, 8 * n_bytes)[:, :width]
-    )
+    codes = (((planes[..., None] >> place) & 1) << plane).sum(1, dtype=torch.uint8)
+    return codes.view(n, 8 * n_bytes)[:, :width]
 
 # %% ../../nbs/ground/03_quant.ipynb #974b7042
 def quantise_groups(
@@ -83,10 +81,8 @@ def quantise_groups(
 ) -> tuple[Tensor, Tensor]: # uint8 planes (n, bits, ⌈d/8⌉), float16 scales (n, ⌈d/group⌉)
     "Nearest grid points, bit-packed; quantising what they stand for gives the same bytes again."
     codes, scales = group_codes(x, bits, group)
-    return (
-        pack_planes((codes + 2 ** (bits - 1)).to(torch.uint8).flatten(1)[:, :x.shape[1]], bits),
-        scales,
-    )
+    codes = (codes + 2 ** (bits - 1)).to(torch.uint8).flatten(1)[:, :x.shape[1]]
+    return pack_planes(codes, bits), scales
 
 # %% ../../nbs/ground/03_quant.ipynb #30e9ff19
 def dequantise_groups(
