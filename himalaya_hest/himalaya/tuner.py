@@ -263,17 +263,11 @@ class HimalayaConfig(HimalayaSettings, ShellConfig):
         if self.abstain is not None and not self.n_features:
             raise ValueError(
                 f"abstain = {self.abstain:g} asks the router, and with n_features = 0 there is none")
-        if self.r is not None and not 1 <= self.r <= MAX_RANK:
-            raise ValueError(
-                f"r must lie in 1 to {MAX_RANK}, or be None to follow n_tasks, got {self.r}")
         # a file cannot ask for more memory than its tensors take
-        if self.n_coordinates > MAX_COORDINATES:
-            raise ValueError(
-                f"n_coordinates must be at most {MAX_COORDINATES}, got {self.n_coordinates}")
-        if self.n_core is not None and not 1 <= self.n_core <= MAX_CORE:
-            raise ValueError(
-                f"n_core must lie in 1 to {MAX_CORE}, or be None for cores of each site's own, "
-                f"got {self.n_core}")
+        for n, most in dict(r=MAX_RANK, n_core=MAX_CORE, n_coordinates=MAX_COORDINATES).items():
+            if (value := getattr(self, n)) is not None and not 1 <= value <= most:
+                none = ", or be None" * (n != "n_coordinates")
+                raise ValueError(f"{n} must lie in 1 to {most}{none}, got {value}")
         if self.bits not in (2, 3, 4, 8):
             raise ValueError(f"bits must be one of 2, 3, 4, 8, got {self.bits}")
 
