@@ -78,10 +78,8 @@ def quantise_rows(
 ) -> tuple[Tensor, Tensor]: # int8 (n, d) and float32 scales (n,)
     "Nearest int8 grid point with one scale a row; a zero row has scale 0."
     scale = x.abs().amax(-1) / 127
-    return (
-        torch.round(x / scale.clamp_min(1e-30)[:, None]).clamp(-127, 127).to(torch.int8),
-        scale.float(),
-    )
+    codes = torch.round(x / scale.clamp_min(1e-30)[:, None]).clamp(-127, 127)
+    return codes.to(torch.int8), scale.float()
 
 # %% ../../nbs/ground/01_linalg.ipynb #79ea32ba
 def full_precision(
