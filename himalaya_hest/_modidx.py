@@ -2735,6 +2735,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                       'himalaya_hest/himalaya/task_cores.py'),
                                                    'himalaya_hest.himalaya.task_cores.SharedCores.__init__': ( 'himalaya/task_cores.html#sharedcores.__init__',
                                                                                                                'himalaya_hest/himalaya/task_cores.py'),
+                                                   'himalaya_hest.himalaya.task_cores.SharedCores.digest': ( 'himalaya/task_cores.html#sharedcores.digest',
+                                                                                                             'himalaya_hest/himalaya/task_cores.py'),
                                                    'himalaya_hest.himalaya.task_cores.SharedCores.forward': ( 'himalaya/task_cores.html#sharedcores.forward',
                                                                                                               'himalaya_hest/himalaya/task_cores.py'),
                                                    'himalaya_hest.himalaya.task_cores.TaskCores': ( 'himalaya/task_cores.html#taskcores',

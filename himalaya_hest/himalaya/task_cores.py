@@ -59,13 +59,25 @@ class SharedCores(nn.Module):
         seed: int = 0,
     ):
         super().__init__()
+        if n_core > n_sites * r * r:
+            raise ValueError(
+                f"n_core is {n_core}, and cores of rank {r} at {n_sites} sites have "
+                f"{n_sites * r * r} entries; leave n_core out, so that each is a number")
         bucket, weight = signed_buckets(n_sites * r * r, n_core, seed, site_stream("all", "core"))
         for name, x in dict(bucket=bucket, sign=weight.sign()).items():
             self.register_buffer(name, x.view(n_sites, r, r), persistent=False)
     def forward(self,
         numbers: Tensor, # (u, n_core)
     ) -> Tensor: # (u, sites, r, r)
-        return numbers[:, self.bucket] * self.sign
+        return numbers[:, self.bucket] * self.sign.to(numbers.dtype)
+
+# %% ../../nbs/himalaya/02_task_cores.ipynb #d89db371
+@patch
+def digest(self: SharedCores) -> str:
+    "SHA-256 of all places and signs."
+    sha = hashlib.sha256(self.bucket.cpu().numpy().astype("<i4").tobytes())
+    sha.update((self.sign.cpu() > 0).numpy().tobytes())
+    return sha.hexdigest()
 
 # %% ../../nbs/himalaya/02_task_cores.ipynb #adb04b17
 _GROUP = 32 # numbers that share a scale
@@ -103,9 +115,10 @@ def unpack_tasks(
 ) -> tuple[Tensor, Tensor, Tensor]: # (u, r, R), (u, r, R), (u, *shape) float32
     "What the bytes stand for; directions are unit again, as in training."
     def numbers(part, n):
-        planes, scales = part[:, :bits * -(-n // 8)], part[:, bits * -(-n // 8):].contiguous()
-        planes = planes.reshape(len(part), bits, -1)
-        return dequantise_groups(planes, scales.view(torch.float16), n, _GROUP)
+        planes, scales = part.tensor_split([bits * -(-n // 8)], 1)
+        # a row of its own, since where scales begin may be no place of a float16
+        scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float16)
+        return dequantise_groups(planes.reshape(len(part), bits, -(-n // 8)), scales, n, _GROUP)
     # in the order in which they were packed
     counts = r * R, r * R, math.prod(shape)
     q, d, core = map(numbers, rows.split([_grid_bytes(n, bits) for n in counts], 1), counts)
@@ -131,7 +144,8 @@ class TaskCores(nn.Module):
         self.frames_out = Frames(names, [s.d_out for s in sites], R, "out", seed)
         self.q, self.d = (nn.Parameter(torch.zeros(r, R)) for _ in range(2))
         self.core = nn.Parameter(torch.zeros(core_shape(len(sites), r, n_core)))
-        self.at_sites = SharedCores(len(sites), r, n_core, seed) if n_core else nn.Identity()
+        shared = n_core is not None
+        self.at_sites = SharedCores(len(sites), r, n_core, seed) if shared else nn.Identity()
         self.finished = RowStack(task_bytes(len(sites), r, R, bits, n_core), dtype=torch.uint8)
         self._widened = None # bytes of a task, and its factors, see `widened`
 
@@ -219,9 +233,9 @@ def task_update(
 # %% ../../nbs/himalaya/02_task_cores.ipynb #d879236d
 @patch
 def frames_digest(self: TaskCores) -> str:
-    "SHA-256 of the frames of both sides."
-    both = self.frames_in.digest() + self.frames_out.digest()
-    return hashlib.sha256(both.encode()).hexdigest()
+    "SHA-256 of the frames of both sides, and of where shared numbers stand in cores."
+    text = "".join(x.digest() for x in self.children() if hasattr(x, "digest"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 # %% ../../nbs/himalaya/02_task_cores.ipynb #546c39b4
 @patch

@@ -266,8 +266,8 @@ class HimalayaConfig(HimalayaSettings, ShellConfig):
         # a file cannot ask for more memory than its tensors take
         for n, most in dict(r=MAX_RANK, n_core=MAX_CORE, n_coordinates=MAX_COORDINATES).items():
             if (value := getattr(self, n)) is not None and not 1 <= value <= most:
-                none = ", or be None" * (n != "n_coordinates")
-                raise ValueError(f"{n} must lie in 1 to {most}{none}, got {value}")
+                none = dict(r=" or be None to follow n_tasks,", n_core=" or be None,").get(n, "")
+                raise ValueError(f"{n} must lie in 1 to {most},{none} got {value}")
         if self.bits not in (2, 3, 4, 8):
             raise ValueError(f"bits must be one of 2, 3, 4, 8, got {self.bits}")
 
@@ -312,8 +312,8 @@ class HimalayaModel(RoutedModel):
         if not getattr(config, "filled_in", False) and config.frames_sha256 not in (None, frames):
             raise ValueError(
                 f"this configuration is of frames with the digest {config.frames_sha256[:12]}…, and those "
-                f"made here have {frames[:12]}…: the modules have other names or widths, or seed or "
-                "n_coordinates was changed; for a new adapter set frames_sha256=None")
+                f"made here have {frames[:12]}…: the modules have other names or widths, or seed, "
+                "n_coordinates or n_core was changed; for a new adapter set frames_sha256=None")
         config.frames_sha256, config.filled_in = frames, True
         return core
     def make_hooks(self, name):
