@@ -376,7 +376,7 @@ def twin_of(
     )
 
 # %% ../../nbs/streams/08_mini_world.ipynb #5ac61f0b
-# both splits of a task are read one after the other; all of a thousand tasks would be 200 MB
+# both splits of a task are read one after the other; those of a long stream would stay in memory
 @lru_cache(maxsize=8)
 def _all_rows(task_name, world):
     make, dice, lex = TWINS[twin_of(task_name)], Dice("mini", world, task_name), lexicon(world)
