@@ -16,13 +16,11 @@ With fewer rows than the steps take they come again: --rows rows in the 50 steps
 means over tasks, each a mean over --seeds, with the 95 % BCa interval over tasks.
 """
 import argparse
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from himalaya_hest.bridge.routed import batch_contexts
 from himalaya_hest.himalaya.router import task_scores
 from himalaya_hest.himalaya.tuner import HimalayaHooks, HimalayaModel
 from himalaya_hest.jobs.run import run_continual
@@ -61,13 +59,8 @@ class FromNearest(HimalayaHooks):
 
 def learned(start, steps, rows, stream, seed, folder):
     "Scores of all tasks right after each was learned, in so many steps and from so many rows."
-    def make_hooks(self, name):
-        c = self.peft_config[name]
-        contexts = partial(batch_contexts, self, name)
-        hooks = FromNearest(self.cores[name], contexts, c.context_batches, c.seed)
-        hooks.start = start
-        return hooks
-    HimalayaModel.make_hooks = make_hooks
+    FromNearest.start = start
+    HimalayaModel.hooks_cls = FromNearest
     record = run_continual(dict(
         stream=str(stream), adapter="himalaya", seed=seed,
         results_dir=f"{folder}/{start}-{steps}-{rows}-{seed}",

@@ -9,7 +9,6 @@ __all__ = ['nearest_scale', 'on_grid', 'Shelf', 'BankSettings', 'Spread', 'Bank'
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #f7e905cd
 from dataclasses import dataclass
-from functools import partial
 from typing import Optional, Union
 
 import torch
@@ -183,7 +182,7 @@ def bank_update(
             for w, x in factors.items(): book[w] = torch.where(now, rounded(x, bank.bits), book[w])
     if bank.spread is not None: books = bank.spread(books[0][str(_GROUP)].flatten(1))
     read, write = ([book[w][:, i:i + bank.r].flatten(0, 1) for w, i in at] for book, at in zip(books, bank.places))
-    return Update(tasks, [chosen.repeat_interleave(bank.r, 1)] * len(bank.sites), read, write)
+    return Update([chosen.repeat_interleave(bank.r, 1)] * len(bank.sites), read, write)
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #a25293d7
 class Keys(nn.Module):
@@ -387,11 +386,9 @@ _OUTPUTS = {t: ["o_proj"] for t in (*LLAMA_LIKE, "phi3")} | {
 class LoraBankModel(RoutedModel):
     "A LoRA bank attached to a causal language model."
     prefix = "lora_bank_"
+    hooks_cls = BankHooks
     target_module_mapping = _OUTPUTS
     def make_core(self, config, sites): return BankCore(sites, self.width, config)
-    def make_hooks(self, name):
-        c, contexts = self.peft_config[name], partial(batch_contexts, self, name)
-        return BankHooks(self.cores[name], contexts, c.context_batches, c.seed)
     def card_rows(self, adapter_name: str) -> dict[str, str]: # what → how much
         core = self.core(adapter_name)
         return {"LoRAs kept": f"{int(core.used)}, with places for {core.n_tasks}"}
@@ -414,20 +411,14 @@ def state_bytes(self: LoraBankModel, adapter_name: str | None = None) -> dict[st
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #a0ffd412
 @patch
-def keeps_answers(self: LoraBankModel, adapter_name: str | None = None) -> bool:
-    "Can `answer_keys` tell which answers cannot have changed?"
-    return self.trains_alone(adapter_name)
-
-@patch
 @torch.no_grad()
 def answer_keys(self: LoraBankModel,
     batch: dict,
-    adapter_name: str | None = None,
 ) -> list[str] | None: # one per row of input_ids (b, n)
     "Digests of the LoRA that each prompt chooses; None while one is in training, or where other parts are trained too."
-    name = adapter_name or self.active_adapters[0]
+    name = self.active_adapters[0]
     core, bank = self.cores[name], self.cores[name].dictionary
-    if not self.keeps_answers(name) or core.current >= 0: return None
+    if not self.keeps_answers() or core.current >= 0: return None
     if int(core.used) == 0: return [""] * len(batch["input_ids"])
     chosen = core.find(*batch_contexts(self, name, batch)).tolist()
     # the bytes of all shelves at a task's place

@@ -8,7 +8,6 @@ __all__ = ['Instructions', 'remember_instruction', 'nearest_prototype', 'open_un
 
 # %% ../../nbs/adapters/11_masked_lora.ipynb #4c40bc07
 from dataclasses import dataclass
-from functools import partial
 from typing import Optional, Union
 
 import torch
@@ -20,7 +19,7 @@ from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from ..bridge.prompt import N_COUNTED, add_statistics, check_fitted
-from ..bridge.routed import RoutedModel, batch_contexts
+from ..bridge.routed import RoutedModel
 from ..bridge.routed_core import CoreHooks, RoutedCore
 from ..bridge.shell import Place, ShellConfig, drawn_from
 from ..bridge.update import Update
@@ -112,8 +111,7 @@ class MaskedLora(RoutedCore):
         self.register_buffer("signs", philox_signs(seed, 2, (r, width)), persistent=False)
     def route(self, e, tau): # each (b, d); the prompt's mean e is not used
         strength = opened(self.router, self.signs, tau, self.n_open) * (self.alpha / self.n_open)
-        every = torch.arange(self.r, device=tau.device)
-        return Update(every, [strength] * len(self.sites), list(self.A), list(self.B))
+        return Update([strength] * len(self.sites), list(self.A), list(self.B))
 
 # %% ../../nbs/adapters/11_masked_lora.ipynb #916d90d4
 class MaskHooks(CoreHooks):
@@ -165,19 +163,16 @@ class LoraMaskedConfig(ShellConfig):
 class LoraMaskedModel(RoutedModel):
     "LoRA behind a mask, attached to a causal language model."
     prefix = "lora_masked_"
+    hooks_cls = MaskHooks
     def make_core(self, config, sites):
         return MaskedLora(
             sites, self.width, config.r, config.n_open, config.lora_alpha, config.seed
         )
-    def make_hooks(self, name):
-        contexts = partial(batch_contexts, self, name)
-        return MaskHooks(self.cores[name], contexts, self.peft_config[name].context_batches)
     # one group, as LoRA has
     def optimizer_groups(self, base_lr: float) -> list[dict]:
         return [dict(params=[p for p in self.parameters() if p.requires_grad])]
     # components are shared, so any task may change any answer
-    def keeps_answers(self, adapter_name: str | None = None) -> bool: return False
-    def answer_keys(self, batch: dict, adapter_name: str | None = None) -> None: return None
+    def keeps_answers(self) -> bool: return False
     def card_rows(self, adapter_name: str) -> dict[str, int]: # what → how much
         return {"instructions kept": len(self.core(adapter_name).router.codes)}
 

@@ -21,8 +21,6 @@ log = logging.getLogger("himalaya_hest")
 # %% ../../nbs/bridge/04a_routed_core.ipynb #761d75fe
 class RoutedCore(nn.Module):
     "All of one adapter that is trained and saved. A subclass gives `sites`, `router` and `route`."
-    per_token = False # is each token routed, by its own embedding?
-    draws_once = False # is noise drawn that all layers have to share?
     def begun(self) -> Tensor | None: # bool
         "Has a task begun that has not ended? None where learning does not wait for one."
         current = getattr(self, "current", None) # place of the task in training, −1 between two
@@ -31,7 +29,7 @@ class RoutedCore(nn.Module):
         "Types stay, since bytes, grids and statistics are read in theirs."
         return super()._apply(types_kept(fn), recurse)
     def route(self,
-        e: Tensor, # (b, d) mean embedding of the prompt; of each token (b, n, d) where `per_token`
+        e: Tensor, # (b, d) mean embedding of the prompt
         tau: Tensor, # (b, d) mean embedding of the instruction
     ): # an update, with `apply(site, x, y)`; None: nothing acts on any sequence
         raise NotImplementedError(f"{type(self).__name__} routes nothing")

@@ -29,8 +29,7 @@ def ball(
 @dataclass
 class Update:
     "What acts on a batch, ready to be applied at every site: u rank-1 updates."
-    which: Tensor # (u,) int64, of the method's own
-    strength: list[Tensor] # per site (b, u), or (b, n, u) per token: v'
+    strength: list[Tensor] # per site (b, u): v'
     read: list[Tensor] # per site (u, d_in)
     write: list[Tensor] # per site (u, d_out)
     folded: dict = field(default_factory=dict) # site → its two factors for a single sequence
@@ -46,13 +45,13 @@ def apply(self: Update,
     sequence without gradients it is written into y, in y's dtype."""
     v = self.strength[site]
     check_routed(site, x, v)
-    one = v.dim() == 2 and len(x) == 1 and not torch.is_grad_enabled()
+    one = len(x) == 1 and not torch.is_grad_enabled()
     # autocast gives y another type than x, and does not convert what is written in place
     held, x = (self.folded.get(site), x.to(y.dtype)) if one else (None, x)
     if held is None or held[0].dtype != x.dtype:
         read, write, v = (t.to(x.dtype) for t in (self.read[site], self.write[site], v))
         if not one:
-            h = (x @ read.T) * (v[:, None] if v.dim() == 2 else v)
+            h = (x @ read.T) * v[:, None]
             return torch.addmm(y.flatten(0, 1), h.flatten(0, 1), write).view_as(y)
         # one sequence: its strength goes into the read vectors, once for all tokens to come
         held = self.folded[site] = (v.T * read).T, write
@@ -66,11 +65,10 @@ flop_registry.setdefault(torch.ops.aten.addmm_, flop_registry[torch.ops.aten.add
 # %% ../../nbs/bridge/12_update.ipynb #2d5ce913
 def check_routed(site: int, x: Tensor, v: Tensor) -> None:
     "`ValueError` unless x (b, n, d) is the batch that was routed, with strengths v."
-    if x.dim() == 3 and x.shape[:v.dim() - 1] == v.shape[:-1]: return
+    if x.dim() == 3 and len(x) == len(v): return
     raise ValueError(
         f"site {site} got an input of shape {tuple(x.shape)}, but "
-        f"{' × '.join(map(str, v.shape[:-1]))} {'sequences' if v.dim() == 2 else 'tokens'} were "
-        "routed; expected (batch, tokens, width): leave modules that get their rows in another form, "
+        f"{len(v)} sequences were routed; expected (batch, tokens, width): leave modules that get their rows in another form, "
         "as those of OPT's MLP do, out of target_modules"
     )
 

@@ -219,9 +219,8 @@ def batch_update(
 ) -> Update: # of rank u · r, for all sites
     "The factors of a few tasks for a whole batch, which may mix them."
     read, write = ([f.flatten(0, 1) for f in side] for side in (of.read, of.write))
-    u = torch.arange(len(read[0]), device=weight.device)
     strength = weight.repeat_interleave(of.read[0].shape[1], 1)
-    return Update(u, [strength] * len(read), read, write)
+    return Update([strength] * len(read), read, write)
 
 def task_update(
     cores: TaskCores,

@@ -9,7 +9,6 @@ __all__ = ['NAME_BYTES', 'UNROUTED', 'MAX_RANK', 'MAX_COORDINATES', 'MAX_CORE', 
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #2c64fb37
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Optional, Union
 
 import torch
@@ -302,6 +301,7 @@ _ALL = {t: _SEVEN for t in LLAMA_LIKE} | {
 class HimalayaModel(RoutedModel):
     "Task cores attached to a causal language model."
     prefix = "himalaya_"
+    hooks_cls = HimalayaHooks
     target_module_mapping = _ALL
     def make_core(self, config, sites):
         core = HimalayaCore(sites, self.width, config)
@@ -316,9 +316,6 @@ class HimalayaModel(RoutedModel):
                 "n_coordinates or n_core was changed; for a new adapter set frames_sha256=None")
         config.frames_sha256, config.filled_in = frames, True
         return core
-    def make_hooks(self, name):
-        c, contexts = self.peft_config[name], partial(batch_contexts, self, name)
-        return HimalayaHooks(self.cores[name], contexts, c.context_batches, c.seed)
     def card_rows(self, adapter_name: str) -> dict[str, str]: # what → how much
         return {"tasks kept": str(len(self.core(adapter_name).tasks.finished))}
 
@@ -386,23 +383,16 @@ def find_tasks(self: HimalayaModel,
     found = nearest_tasks(core, *batch_contexts(self, name, batch))
     return [known[k] if k >= 0 else None for k in found.tolist()]
 
-# %% ../../nbs/himalaya/04_tuner.ipynb #26e7dc06
-@patch
-def keeps_answers(self: HimalayaModel, adapter_name: str | None = None) -> bool:
-    "Can `answer_keys` tell which answers cannot have changed?"
-    return self.trains_alone(adapter_name)
-
 # %% ../../nbs/himalaya/04_tuner.ipynb #a47af159
 @patch
 @torch.no_grad()
 def answer_keys(self: HimalayaModel,
     batch: dict, # with input_ids (b, n)
-    adapter_name: str | None = None, # None: the active one
 ) -> list[str] | None: # b digests
     "Digests of the task that each prompt finds; None while one is in training."
-    name = adapter_name or self.active_adapters[0]
+    name = self.active_adapters[0]
     core = self.cores[name]
-    if not self.keeps_answers(name) or core.current >= 0: return None
+    if not self.keeps_answers() or core.current >= 0: return None
     if not len(core.names): return [""] * len(batch["input_ids"])
     chosen = nearest_tasks(core, *batch_contexts(self, name, batch)).tolist()
     # none acts on what finds no task
