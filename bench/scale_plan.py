@@ -206,16 +206,14 @@ def weight_points():
                 model = AutoModelForCausalLM.from_pretrained(d, dtype=torch.bfloat16,
                     quantization_config=BitsAndBytesConfig(load_in_4bit=True,
                         bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True))
-        held = sum(nbytes(p) for p in model.parameters())
+        held = sum(p.nbytes for p in model.parameters())
         for m in model.modules():
             if (q := getattr(getattr(m, "weight", None), "quant_state", None)) is not None:
-                held += sum(map(nbytes, (q.absmax, q.code, q.offset, q.state2.absmax, q.state2.code)))
+                held += sum(t.nbytes for t in
+                    (q.absmax, q.code, q.offset, q.state2.absmax, q.state2.code))
         out.append(dict(shape=at, weights=kind,
             **ratio(weight_bytes(shape_of(model_config(*shape)), config), held)))
     return out
-
-
-def nbytes(t): return t.numel() * t.element_size()
 
 
 def state_points():
@@ -237,7 +235,7 @@ def state_points():
         size = adapter_size(of.config, model_config(*shape), tasks).state
         state = pack(adapter.tuner.core()) if name == "lilac" else get_peft_model_state_dict(
             adapter.model, save_embedding_layers=False)
-        out.append(dict(adapter=name, shape=at, tasks=tasks, **ratio(size, sum(map(nbytes, state.values())))))
+        out.append(dict(adapter=name, shape=at, tasks=tasks, **ratio(size, sum(t.nbytes for t in state.values()))))
     return out
 
 
@@ -283,7 +281,7 @@ def cache_points():
                 return_dict_in_generate=True)
         keys, work = evaluation_bytes(of, n, new - 1) # the last token that is written needs no keys
         out.append(dict(adapter=name, shape=at, rows=b, tokens=n, beams=beams, tasks=tasks, dtype=dtype,
-            cache=ratio(keys, sum(nbytes(t) for l in made.past_key_values.layers
+            cache=ratio(keys, sum(t.nbytes for l in made.past_key_values.layers
                 for t in (l.keys, l.values))), peak=ratio(keys + work, live.peak)))
     return out
 
@@ -303,7 +301,7 @@ def optimiser_points():
         moments = [t for s in optimizer.state.values() for t in s.values() if t.numel() > 1]
         out.append(dict(adapter=name, shape=at,
             **ratio(of.adapter.trained * 16,
-                sum(map(nbytes, [*held, *[p.grad for p in held if p.grad is not None], *moments])))))
+                sum(t.nbytes for t in [*held, *[p.grad for p in held if p.grad is not None], *moments]))))
     return out
 
 

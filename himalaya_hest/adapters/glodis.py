@@ -85,7 +85,7 @@ class PruneHooks(StreamHooks):
 # %% ../../nbs/adapters/10_glodis.ipynb #2fb37adb
 def glodis_bytes(core: Glodis) -> dict[str, int]: # part → bytes, on any device, also `meta`
     "Bytes of the state between tasks."
-    atoms = sum(p.numel() * p.element_size() for book in (core.u, core.v) for p in book.values())
+    atoms = sum(p.nbytes for book in (core.u, core.v) for p in book.values())
     return dict(atoms=atoms, coefficients=len(core.sites) * core.n_active * (4 + 1))
 
 # %% ../../nbs/adapters/10_glodis.ipynb #410e2034

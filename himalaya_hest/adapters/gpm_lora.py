@@ -204,7 +204,7 @@ register_peft_method("gpm_lora", GpmLoraConfig, GpmLoraModel, prefix="lora_")
 def state_bytes(self: GpmLoraModel, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
     "Bytes of every part that `save_pretrained` writes."
     name = adapter_name or self.active_adapters[0]
-    def size(tensors): return sum(t.numel() * t.element_size() for t in tensors)
+    def size(tensors): return sum(t.nbytes for t in tensors)
     factors = [f[name].weight for g in self._groups(name) for m in g for f in (m.lora_A, m.lora_B)]
     return dict(factors=size(factors), memory=size(g.memory.rows for g in self.guards(name)))
 

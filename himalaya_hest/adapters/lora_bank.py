@@ -17,7 +17,7 @@ from peft import TaskType # as Optional and Union: PeftConfig's annotations name
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..bridge.prompt import N_COUNTED, add_statistics, check_fitted
+from ..bridge.prompt import add_statistics, check_fitted
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.routed import RoutedModel, batch_contexts
 from ..bridge.routed_core import CoreHooks, RoutedCore
@@ -191,10 +191,9 @@ class Keys(nn.Module):
     def __init__(self,
         width: int, # d of the input embeddings
         n_tasks: int, # places
-        n_counted: int = N_COUNTED, # token ids whose frequency is kept
     ):
         super().__init__()
-        add_statistics(self, width, n_counted)
+        add_statistics(self, width)
         for name in ("e_key", "t_key"):
             self.register_buffer(name, torch.zeros(n_tasks, width, dtype=torch.int8))
             self.register_buffer(f"{name}_scale", torch.zeros(n_tasks))

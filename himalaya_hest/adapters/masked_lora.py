@@ -18,7 +18,7 @@ from peft import TaskType
 from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
-from ..bridge.prompt import N_COUNTED, add_statistics, check_fitted
+from ..bridge.prompt import add_statistics, check_fitted
 from ..bridge.routed import RoutedModel
 from ..bridge.routed_core import CoreHooks, RoutedCore
 from ..bridge.shell import Place, ShellConfig, drawn_from
@@ -33,12 +33,9 @@ add_peft_type("LORA_MASKED")
 # %% ../../nbs/adapters/11_masked_lora.ipynb #0705afea
 class Instructions(nn.Module):
     "Statistics of generic text, and one prototype for each instruction seen."
-    def __init__(self,
-        width: int, # d of the input embeddings
-        n_counted: int = N_COUNTED, # token ids whose frequency is kept
-    ):
+    def __init__(self, width: int): # d of the input embeddings
         super().__init__()
-        add_statistics(self, width, n_counted, reads_prompt=False)
+        add_statistics(self, width, reads_prompt=False)
         self.codes, self.scales = RowStack(width, dtype=torch.int8), RowStack(1)
     is_fitted = property(lambda self: bool(self.t_scale.any()))
     prototypes = property(lambda self: self.codes.rows) # (n, d) int8
@@ -127,7 +124,7 @@ def masked_bytes(
     n_prototypes: int,
 ) -> dict[str, int]: # part → bytes
     "Bytes of what `save_pretrained` writes; masks and signs follow from the seed."
-    count = lambda ts: sum(t.numel() * t.element_size() for t in ts)
+    count = lambda ts: sum(t.nbytes for t in ts)
     seen = core.router
     return dict(
         factors=count(core.parameters()),

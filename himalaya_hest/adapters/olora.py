@@ -140,7 +140,7 @@ register_peft_method("olora", OLoraConfig, OLoraModel, prefix="lora_")
 @patch
 def state_bytes(self: OLoraModel, adapter_name: str | None = None) -> dict[str, int]: # part → bytes
     "Bytes of every part that `save_pretrained` writes."
-    count = lambda ts: sum(t.numel() * t.element_size() for t in ts)
+    count = lambda ts: sum(t.nbytes for t in ts)
     factors = [f for pair in self.pairs(adapter_name) for f in pair]
     return dict(newest=count(f.fresh for f in factors), earlier=count(f.frozen.rows for f in factors))
 

@@ -214,7 +214,7 @@ def load_adapter_tensors(
         for n, t in own.items(): t.copy_(tensors[n])
 
 # %% ../../nbs/adapters/16_registry.ipynb #23208862
-def _nbytes(tensors): return sum(t.numel() * t.element_size() for t in tensors)
+def _nbytes(tensors): return sum(t.nbytes for t in tensors)
 
 def adapter_bytes(
     adapter: Adapter,

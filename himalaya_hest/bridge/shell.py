@@ -265,9 +265,9 @@ def core_bytes(
     bits: int = 32, # 8: int8 with a float16 scale a row
 ) -> int:
     "Bytes of the state between tasks."
-    if bits == 32: return sum(t.numel() * t.element_size() for t in core.state_dict().values())
+    if bits == 32: return sum(t.nbytes for t in core.state_dict().values())
     packed = sum(p.numel() + 2 * p.numel() // p.shape[-1] for p in core.parameters())
-    return packed + sum(b.numel() * b.element_size() for b in core.buffers())
+    return packed + sum(b.nbytes for b in core.buffers())
 
 @patch
 def state_bytes(self: ShellModel, adapter_name: str | None = None) -> dict[str, int]: # part → bytes

@@ -100,7 +100,7 @@ def _gated_parts(adapter, name, config, core):
     state, rows = core.state_dict(), []
     for part, start in _PARTS.items():
         if of := [t for n, t in state.items() if n.startswith(start)]:
-            size = sum(t.numel() * t.element_size() for t in of)
+            size = sum(t.nbytes for t in of)
             rows.append([part, sum(t.numel() for t in of), size])
     # what is kept beside the adapter, such as EWC's part, has bytes alone
     kept = kept_bytes(adapter, name)

@@ -125,17 +125,16 @@ def log_likelihoods(
 class Router(nn.Module):
     "Finds the task of a prompt by its instruction and by what it is asked about."
     reads_content = True # e is of the prompt without its instruction
+    unknown = 1e-3 # ε, share of instructions that were never learned
     is_fitted = property(lambda self: bool(self.e_scale.any()))
     def __init__(self,
         width: int, # d of the input embeddings
         n_features: int = 256, # numbers that are read of the content; half as many of the instruction
         seed: int = 0, # of the signs
-        unknown: float = 1e-3, # ε, share of instructions that were never learned
         n_counted: int = N_COUNTED, # token ids whose frequency is kept
         keeps_spread: bool = False, # of each task's prompts, see `strangeness`
     ):
         super().__init__()
-        self.unknown = unknown
         add_statistics(self, width, n_counted)
         self.content = View(width, n_features, .1, seed, 2, keeps_spread)
         self.instruction = View(width, n_features // 2, .2, seed, 3, keeps_spread)

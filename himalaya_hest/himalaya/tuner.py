@@ -77,11 +77,11 @@ def router_bytes(
     n_tasks: int,
 ) -> dict[str, int]: # part → bytes
     "Bytes of what finds a task: a mean for each, and what is kept once."
-    size, views = lambda t: t.numel() * t.element_size(), (router.content, router.instruction)
+    views = router.content, router.instruction
     return dict(
         means=n_tasks * sum(v.k + 4 + 4 * (v.spreads is not None) for v in views if v.k),
-        covariance=sum(size(v.factor) + size(v.n_rows) for v in views),
-        statistics=sum(size(t) for t in router.buffers(recurse=False)))
+        covariance=sum(v.factor.nbytes + v.n_rows.nbytes for v in views),
+        statistics=sum(t.nbytes for t in router.buffers(recurse=False)))
 
 def kept_bytes(
     n_sites: int,

@@ -85,11 +85,10 @@ class Rates:
 def device_at(
     rates: Rates,
     adapter: str, # its name
-    costs: dict | None = None, # None: the packaged ones
 ) -> Device:
     """A CPU that reaches such rates: the host's costs of a layer are LoRA's, and Fisher information
     takes as many steps as on a card."""
-    layers, own = cpu_device("lora", costs), cpu_device(adapter, costs)
+    layers, own = cpu_device("lora"), cpu_device(adapter)
     return replace(
         layers, name=rates.name, flops=rates.flops, bandwidth=rates.bandwidth,
         row_s=own.row_s, task_s=own.task_s,

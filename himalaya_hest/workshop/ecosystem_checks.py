@@ -21,6 +21,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from torch import nn
 
 from ..adapters.registry import Adapter, adapter_tensors
+from ..bridge.properties import same
 from ..bridge.register import prepare_quantised
 from ..bridge.shell import tiny_backbone
 from ..bridge.own_loop import learning
@@ -28,7 +29,7 @@ from himalaya_hest.workshop.ecosystem_subject import (
     COLUMNS, Subject, answers, both_tasks, by_hand, close, loaded_into, plain_logits, prompts,
 )
 from himalaya_hest.workshop.family import (
-    backbone_of, drive, heard, logits_of, mean_loss, optimizer_of, same, toy_rows,
+    backbone_of, drive, heard, logits_of, mean_loss, optimizer_of, toy_rows,
 )
 
 # %% ../../nbs/workshop/06_ecosystem_checks.ipynb #eco00010

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PEFT_METHODS', 'OF_ONE_PRESET', 'FAMILY', 'IDENTITY', 'BOUNDED', 'ROUNDED', 'EXCEPTIONS', 'ByteTokenizer', 'toy_rows',
-           'rows_of', 'prompts_of', 'attached', 'heard', 'logits_of', 'optimizer_of', 'drive', 'kept_bytes', 'same',
-           'backbone_of', 'Expectations', 'mean_loss', 'family_faults']
+           'rows_of', 'prompts_of', 'attached', 'heard', 'logits_of', 'optimizer_of', 'drive', 'kept_bytes',
+           'backbone_of', 'mean_loss', 'family_faults']
 
 # %% ../../nbs/workshop/01_family.ipynb #85ded6ed
 import copy
@@ -23,6 +23,7 @@ from ..adapters.defaults import training_defaults
 from ..adapters.names import parse_adapter
 from ..adapters.registry import (
     Adapter, _backbone_name, adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors)
+from ..bridge.properties import Faults, same
 from ..bridge.shell import pack, tiny_backbone
 from ..ground.hooks import TaskContext
 
@@ -143,7 +144,7 @@ def drive(
     return optimizer
 
 # %% ../../nbs/workshop/01_family.ipynb #cd3a7d94
-def _sum_of_bytes(tensors): return sum(t.numel() * t.element_size() for t in tensors.values())
+def _sum_of_bytes(tensors): return sum(t.nbytes for t in tensors.values())
 
 def kept_bytes(
     adapter: Adapter,
@@ -161,14 +162,6 @@ def kept_bytes(
         with open(path, "rb") as f:
             return path.stat().st_size - 8 - int.from_bytes(f.read(8), "little")
 
-# %% ../../nbs/workshop/01_family.ipynb #098f4d79
-def same(
-    a: dict, # name → tensor
-    b: dict,
-) -> bool: # to the last bit
-    "Are these the same tensors?"
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
 # %% ../../nbs/workshop/01_family.ipynb #fc0d3bb7
 def backbone_of(
     adapter: Adapter,
@@ -178,19 +171,13 @@ def backbone_of(
     named = {_backbone_name(n): t for n, t in [*model.named_parameters(), *model.named_buffers()]}
     return {n: t for n, t in named.items() if n in adapter.base_names}
 
-# %% ../../nbs/workshop/01_family.ipynb #72aee8ae
-class Expectations:
-    "Called with a sentence and whether it holds; `wrong` has those that do not."
-    def __init__(self): self.wrong = []
-    def __call__(self, what: str, holds: bool) -> None:
-        if not holds: self.wrong.append(what)
-
 # %% ../../nbs/workshop/01_family.ipynb #be61e076
 def _state_faults(
     make: Callable[[], Adapter], # a fresh one, the same each time
 ) -> list[str]:
     "What goes wrong with an adapter's parameters along two tasks."
-    adapter, bare, rows, expect = make(), tiny_backbone(), rows_of([0, 1], 3), Expectations()
+    adapter, bare, rows, faults = make(), tiny_backbone(), rows_of([0, 1], 3), Faults()
+    expect = faults.expect
     with torch.no_grad(): plain = bare(input_ids=rows["input_ids"]).logits
     expect("identity at the start", torch.allclose(logits_of(adapter, rows), plain, atol=1e-5))
     # it learns, task by task, and nothing else does
@@ -209,7 +196,7 @@ def _state_faults(
     # and what it is can be kept
     _expect_kept(expect, adapter, rows, answers)
     expect("goes on from a checkpoint as it would have", _resumes(adapter, make))
-    return expect.wrong
+    return faults
 
 # %% ../../nbs/workshop/01_family.ipynb #831c023f
 def _loaded(adapter, light):
@@ -273,7 +260,8 @@ def _use_faults(
 ) -> list[str]:
     "What goes wrong in use: generation, padding, activation checkpointing."
     for task in (0, 1): drive(adapter, task)
-    rows, expect = rows_of([1, 0], 2), Expectations()
+    rows, faults = rows_of([1, 0], 2), Faults()
+    expect = faults.expect
     _expect_generation(expect, adapter, rows)
     padded = {k: nn.functional.pad(v, (3, 0), value=-100 if k == "labels" else 0)
               for k, v in rows.items()}
@@ -285,7 +273,7 @@ def _use_faults(
     expect("gradients under activation checkpointing",
            plain.keys() == again.keys() and all(close(n) for n in plain))
     expect("something has a gradient", any(g.abs().max() > 0 for g in plain.values()))
-    return expect.wrong
+    return faults
 
 # %% ../../nbs/workshop/01_family.ipynb #6c6dbf94
 def mean_loss(adapter: Adapter, batch: dict) -> float: # nats a target token
@@ -308,7 +296,8 @@ def _ewc_faults(
     make: Callable[[], Adapter], # a fresh one with EWC, the same each time
 ) -> list[str]:
     "What goes wrong with EWC beside an adapter."
-    adapter, expect = make(), Expectations()
+    adapter, faults = make(), Faults()
+    expect = faults.expect
     ewc = next(h for h in adapter.hooks.hooks if isinstance(h, EWC))
     penalty = lambda: ewc.extra_loss(adapter.model, {})
     expect("no penalty in the first task", penalty() is None)
@@ -327,7 +316,7 @@ def _ewc_faults(
     expect("a penalty elsewhere", float(penalty()) > 0)
     drive(adapter, 1, start=5)
     expect("goes on from a checkpoint as it would have", _resumes(adapter, make))
-    return expect.wrong
+    return faults
 
 # %% ../../nbs/workshop/01_family.ipynb #668b1c98
 # of PEFT's own, those that are tested; others may work
@@ -352,10 +341,9 @@ EXCEPTIONS = { # (name, preset) → what it does not keep → why
 def family_faults(
     name: str, # of an adapter; with +ewc: what EWC adds
     preset: str = "default",
-    adapter_config: dict | None = None, # fields of its config
 ) -> list[str]: # empty if it keeps all but its exceptions, and those it really does not keep
     "The property test of one adapter."
-    make, rng = lambda: attached(name, preset, adapter_config), torch.get_rng_state()
+    make, rng = lambda: attached(name, preset), torch.get_rng_state()
     try:
         found = (_ewc_faults(make) if parse_adapter(name)[1]
                  else _state_faults(make) + _use_faults(make()))
