@@ -215,7 +215,7 @@ def _winner_told(best, compared, ours):
         m = max(others, key=lambda m: _auc(others[m]))
         return f"{said} It is ahead of {short_name(m)}, with {_auc(others[m]):.3f}, {difference_told(ours, others[m])}."
     return (
-        f"On the mini world **{short_name(best)} wins**: AUC {_auc(compared[best]):.3f} against "
+        f"On the mini world **{short_name(best)} has the highest AUC**, {_auc(compared[best]):.3f} against "
         f"HIMALAYA's {_auc(ours):.3f}; HIMALAYA is behind within pairs "
         f"{difference_told(ours, compared[best])}."
     )

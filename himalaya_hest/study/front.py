@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FRONT', 'FEWEST', 'WORLDS', 'one_after_another', 'main_lines', 'front_table', 'paired_lines', 'equal_runs',
-           'equal_rows', 'beside_table', 'bank_verdict', 'front_verdict', 'front_worlds']
+           'equal_rows', 'beside_table', 'bank_verdict', 'front_verdict', 'end_verdict', 'front_worlds']
 
 # %% ../../nbs/study/16_front.ipynb #eb5b854a
 import math
@@ -166,6 +166,17 @@ def front_verdict(
     "HIMALAYA beside both banks, in a few words."
     lines = paired_lines(records)
     return _beside_both(*(_hows(lines[m]) for m in (WIDE, "lora-bank")))
+
+# %% ../../nbs/study/16_front.ipynb #6b9a90d7
+def end_verdict(
+    records: list[dict], # of one stream; HIMALAYA's form and a bank of as many bytes among them
+    form: str, # of HIMALAYA, as `method_of` has it
+) -> str: # for the first screen
+    "That form beside the bank at the end, in the orders that both have."
+    own = [r for r in records if method_of(r) == form or r["config"]["adapter"] != "himalaya"]
+    row, = paired_table(equal_runs(own)[1], form, least=1).records()
+    above = "above" if row["final"] > 0 else "below"
+    return f"{abs(row['final']):.3f} {above} it ({row['n']} order{'s' * (row['n'] > 1)})"
 
 # %% ../../nbs/study/16_front.ipynb #1d4c8401
 WORLDS = { # file of records → what it is called
