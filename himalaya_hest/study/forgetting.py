@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from ..compare.charts import DARK, Chart, legend_below, new_figure, plain_axes
-from ..compare.method_figures import draw_pairs, row_label
+from ..compare.method_figures import draw_pairs, row_labels
 from ..measures.statistics import bca_interval, holm
 from ..streams.stream import load_stream
 from .findings import HELD, NOT_HELD, Evidence, Finding, compare, joined, judge
@@ -108,7 +108,8 @@ def forgetting_chart(
     """A circle for each pair, a diamond with its interval for their mean, the least forgetful
     first; ValueError where nothing was run."""
     rows = _lost_by_method(e)
-    values = {row_label(m, len(lost)): lost for m, lost in rows.items()}
+    labels = row_labels({m: len(lost) for m, lost in rows.items()})
+    values = dict(zip(labels, rows.values()))
     figure, ((axes,),) = new_figure(7., .36 * len(rows) + 1.5)
     plain_axes(axes, "x")
     draw_pairs(axes, values, bca_interval, DARK)
