@@ -38,7 +38,8 @@ from himalaya_hest.bridge.tensors import (
 def check_name(name: str) -> None: # of an adapter
     "`ValueError` for a name that would be a path out of its folder."
     if not isinstance(name, str) or not name or name in (".", "..") or re.search(r"[/\\\0]", name):
-        raise ValueError(f"adapter_name is {name!r}; expected a name without slashes: it is a folder's name, and not a path")
+        raise ValueError(f"adapter_name is {name!r}; expected a name without slashes: it is a folder's "
+                         "name, and not a path")
 
 # %% ../../nbs/bridge/08_saved.ipynb #012cd8a9
 _HUB = [n for n in inspect.signature(hf_hub_download).parameters if n not in ("repo_id", "filename")]

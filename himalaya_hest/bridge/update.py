@@ -67,9 +67,9 @@ def check_routed(site: int, x: Tensor, v: Tensor) -> None:
     "`ValueError` unless x (b, n, d) is the batch that was routed, with strengths v."
     if x.dim() == 3 and len(x) == len(v): return
     raise ValueError(
-        f"site {site} got an input of shape {tuple(x.shape)}, but "
-        f"{len(v)} sequences were routed; expected (batch, tokens, width): leave modules that get their rows in another form, "
-        "as those of OPT's MLP do, out of target_modules"
+        f"site {site} got an input of shape {tuple(x.shape)}, but {len(v)} sequences were routed; "
+        "expected (batch, tokens, width): leave modules that get their rows in another form, as "
+        "those of OPT's MLP do, out of target_modules"
     )
 
 # %% ../../nbs/bridge/12_update.ipynb #836384ca
