@@ -63,9 +63,11 @@ def _drawn(
     of: dict[str, list[dict]], # forms of a method → runs
     end: dict[str, float], # forms → MB with all tasks
 ) -> list[str]: # the form of the line, and what stands beside it
-    # the most runs; of several no more set than the rank, the smallest file
-    form = min(of, key=lambda f: (-len(of[f]), f.count(",") > 1, end[f]))
-    # what fits where that one does not
+    # the most runs; of several no more set than the rank
+    def rank(f): return -len(of[f]), f.count(",") > 1
+    equal = [f for f in of if rank(f) == min(map(rank, of))]
+    # the smallest file beyond the limit, so that what fits stands beside it; else the smallest
+    form = min([f for f in equal if end[f] > LIMIT_MB] or equal, key=end.get)
     within = [f for f in of if end[f] <= LIMIT_MB < end[form]]
     return [form, *sorted(within, key=end.get)[-1:]]
 
