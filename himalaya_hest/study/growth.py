@@ -64,8 +64,8 @@ def _drawn(
     end: dict[str, float], # forms → MB with all tasks
 ) -> list[str]: # the form of the line, and what stands beside it
     # the most runs; of several no more set than the rank
-    def rank(f): return -len(of[f]), f.count(",") > 1
-    equal = [f for f in of if rank(f) == min(map(rank, of))]
+    place = {f: (-len(of[f]), f.count(",") > 1) for f in of}
+    equal = [f for f in of if place[f] == min(place.values())]
     # the smallest file beyond the limit, so that what fits stands beside it; else the smallest
     form = min([f for f in equal if end[f] > LIMIT_MB] or equal, key=end.get)
     within = [f for f in of if end[f] <= LIMIT_MB < end[form]]
