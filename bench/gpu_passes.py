@@ -31,12 +31,11 @@ import torch
 from acceptance import begun
 from gpu_blocks import BACKBONES, MadeTrace, TINY
 from passes import (
-    asked_of, fitted, INT8, INT8_PASSES, LOOKUP, measured, PASSES, PLAIN, references, RULE, summary,
-    timed, ways_of)
+    asked_of, fitted, IN_INT8, LOOKUP, measured, PASSES, PLAIN, RULE, summary, table_of, timed,
+    ways_of)
 from transformers import Qwen2Config
 
 from himalaya_hest.ground.clock import clock_of
-from himalaya_hest.hest.drafts import learn_table
 from himalaya_hest.hest.pass_budget import pass_costs
 from himalaya_hest.measures.energy import find_meter, measure_interleaved
 from himalaya_hest.workshop.measuring import (
@@ -88,10 +87,10 @@ def answers(meter, a):
     with tempfile.TemporaryDirectory() as folder:
         model, place = model.to(a.device), Path(folder)/f"{TASK}-s0"
         place.mkdir()
-        costs, table = pass_costs(model), learn_table(references(run.data[TASK]))
+        costs, table = pass_costs(model), table_of(asked, run, TASK)
         kept = fitted(asked, run, model, TASK, 0, table, costs, place)
         ways = {w: way for w, way in ways_of(table, None, costs, costs, kept).items()
-                if w not in (INT8, INT8_PASSES)} # their products are a CPU's
+                if w not in IN_INT8} # their products are a CPU's
         measured(asked, run, model, (TASK, 0), ways, (None, None), place/"rows.jsonl")
         of = summary(asked, run, Path(folder))
         task = asked_of(run, TASK)

@@ -14,13 +14,15 @@ For each of --seeds seeds and each of --tasks a LoRA (r = 8 on q and v) learns -
 whose first seed has the least loss on --answers further training rows. On greedy answers to these
 the controller is fitted and fixed rules are replayed, so many tokens each time of a copy or else of
 what the table says, of a copy, or of the table; the cheapest of all is the rival, and that of each
-other kind is measured too. What a lossy answer costs is learned there as well, to be held against
-the validation rows. Tables are of the references of all training rows.
+other kind is measured too. Transformers' lookup copies as many tokens at most as took it the least
+time there, and what a lossy answer costs is learned there as well, to be held against the
+validation rows. Tables are of the references of all other training rows.
 The first --prompts validation rows are dealt to the seeds in turn; arms that are no plain
 generation, lookup, rule or `passes` have only --few of them. The mask is one of blocks that the
 backbone misses least on four batches, and a LoRA learned with it; HEST gates blocks by token at its
-default budget. Both learned the same rows, at the last seed alone. All arms attend by groups
-(`grouped_attention`) but for one, plain generation as Transformers attends by itself.
+default budget. Both learned the same rows at each seed, at rates found as the LoRA's (HEST's of
+--hest-rates). All arms attend by groups (`grouped_attention`) but for one, plain generation as
+Transformers attends by itself.
 Answers have at most as many tokens as the task allows and --new-tokens, and end as the task says,
 but for `no end`: --new-tokens tokens whatever they are, of which those of plain generation count.
 What a killed call has measured stays in --work, and the same call goes on; the record is of all
@@ -48,8 +50,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from acceptance import answers_of, arguments, begun, joined
-from peft import get_peft_model, PeftModel
+from acceptance import arguments, begun, joined
+from peft import (
+    get_peft_model, get_peft_model_state_dict, PeftModel, set_peft_model_state_dict)
 from safetensors.torch import load_file, save_file
 from shallow_prompt import learn, losses, own_loss, trained
 
@@ -61,8 +64,7 @@ from himalaya_hest.hest.drafter import Drafted
 from himalaya_hest.hest.drafts import Lookup, both_guesses, learn_table
 from himalaya_hest.hest.eight_bits import in_eight_bits
 from himalaya_hest.hest.head_groups import grouped_attention
-from himalaya_hest.hest.leniency import learn_leniency
-from himalaya_hest.hest.own_controller import examples
+from himalaya_hest.hest.own_controller import examples, own_answers
 from himalaya_hest.hest.pass_budget import PassCosts, pass_costs
 from himalaya_hest.hest.passes import fewer_passes, in_place_of
 from himalaya_hest.hest.tuner import HestConfig
@@ -83,14 +85,17 @@ BOTH, COPIES, TABLE = "copies, else table", "copies alone", "table alone"
 OTHER = "fixed rule, another task's table"
 SHIPPED, AS_IT_COMES = "passes, the controller that ships", "passes, no table, nothing measured"
 INT8, INT8_PASSES = "plain, int8 (W8A8)", "passes, int8 (W8A8)"
+INT8_RULE = "fixed rule, int8 (W8A8)"
+IN_INT8 = INT8, INT8_RULE, INT8_PASSES
 MASK, HEST = "a fifth of the blocks skipped, trained so", "HEST, gated blocks"
 LOSSY = {f"lossy, ε = {e}": e for e in (.5, .2, .05)}
 RULES = {f"fixed rule, {kind}": kind for kind in (BOTH, COPIES, TABLE)}
 FLOAT32, NO_END = "plain, float32", "plain, no end"
 ALL_ROWS = *BESIDE, PASSES, INT8
 IN_ORDER = [*BESIDE, PASSES, *RULES, OTHER, SHIPPED, AS_IT_COMES, *LOSSY, FLOAT32, NO_END, INT8,
-            INT8_PASSES, MASK, HEST]
+            INT8_RULE, INT8_PASSES, MASK, HEST]
 WIDTHS, UNBOUNDED = range(1, 7), 1e9
+LOOKUPS = 2, 4, 6, 10 # tokens that Transformers' lookup copies at most
 
 
 def references(rows):
@@ -155,34 +160,6 @@ def least_needed(model, batches):
     return sorted(sorted(found, key=found.get)[:max(n // 5, 1)])
 
 
-def masked(a, run, model, name, seed, place, rate):
-    "Blocks to skip, and weights that learned the task without them."
-    file = place/"mask.json"
-    if not file.exists():
-        batches = learned_batches(a, run, name, seed)
-        blocks = least_needed(model, batches[:4])
-        def loss_without(model, batch):
-            with without_blocks(model, blocks): return loss_of(model, batch)
-        tuned = trained(model, batches, loss_without, seed, rate).merge_and_unload()
-        save_file(tuned_part(tuned), place/"masked.safetensors")
-        write_atomic(file, json.dumps(blocks))
-    return dict(blocks=json.loads(file.read_text()), weights=load_file(place/"masked.safetensors"))
-
-
-def gated(a, run, model, name, seed, place):
-    "The backbone with a HEST over its blocks that learned the task, at the budget that ships."
-    file = place/"hest"
-    if not file.exists():
-        torch.manual_seed(seed)
-        hest = get_peft_model(copy.deepcopy(model), HestConfig(task_type="CAUSAL_LM"))
-        optimizer = torch.optim.AdamW(hest.base_model.optimizer_groups())
-        # the price of energy is in its own loss
-        learn(hest, optimizer, learned_batches(a, run, name, seed), own_loss)
-        hest.save_pretrained(place/"hest.part")
-        (place/"hest.part").replace(file)
-    return PeftModel.from_pretrained(copy.deepcopy(model), file).eval()
-
-
 def tuned_part(model): # of its state
     return {n: p for n, p in model.state_dict().items() if "q_proj" in n or "v_proj" in n}
 
@@ -202,81 +179,139 @@ def kept_back(a, run, name): # training rows that no LoRA learned
     return run.data[name].train.to_list()[learned_rows(a, run, name):][:a.answers]
 
 
-def learned(a, run, model, name, seed, rate):
-    "The backbone with a LoRA merged that has learned the task."
+def table_of(a, run, name): # without the rows on which the controller is fitted
+    rows, n = run.data[name].train.to_list(), learned_rows(a, run, name)
+    return learn_table(references(rows[:n] + rows[n + a.answers:]))
+
+
+def learned(a, run, model, name, seed, rate, skipped=()):
+    "The backbone with a LoRA merged that has learned the task, without some blocks or with all."
+    def loss_without(model, batch):
+        with without_blocks(model, skipped): return loss_of(model, batch)
     batches = learned_batches(a, run, name, seed)
-    return trained(model, batches, loss_of, seed, rate).merge_and_unload()
+    return trained(model, batches, loss_without, seed, rate).merge_and_unload()
 
 
-def best_rate(a, run, model, name, place):
-    "Of --rates; `place` is the first seed's, whose weights are then those of the best."
-    file, weights = place/"rates.json", place/"weights.safetensors"
-    place.mkdir(exist_ok=True)
-    found = json.loads(file.read_text()) if file.exists() else {}
-    for rate in (r for r in a.rates if str(r) not in found):
-        merged = learned(a, run, model, name, 0, rate)
-        loss = float(losses(merged, 0, kept_back(a, run, name)).mean())
-        if math.isnan(loss): loss = math.inf # it has diverged
-        if loss < min(found.values(), default=math.inf): save_file(tuned_part(merged), weights)
-        write_atomic(file, json.dumps(found := found | {str(rate): loss}))
+@contextlib.contextmanager
+def weights_in(model, state):
+    "Inside, weights of `tuned_part` are the model's."
+    own = {n: p.clone() for n, p in tuned_part(model).items()}
+    model.load_state_dict(state, strict=False)
+    yield
+    model.load_state_dict(own, strict=False)
+
+
+def gated(model, state=None): # HEST over the backbone's blocks
+    hest = get_peft_model(copy.deepcopy(model), HestConfig(task_type="CAUSAL_LM"))
+    if state: set_peft_model_state_dict(hest, state)
+    return hest.eval()
+
+
+def found_at(work, part, kind, tried, teach, loss):
+    """A seed's state by `teach(seed, rate)`, at that of the rates tried whose state of the first
+    seed has the least loss; from files, where it was learned."""
+    name, seed = part
+    first, file = work/f"{name}-s0", work/f"{name}-s{seed}"/f"{kind}.safetensors"
+    first.mkdir(exist_ok=True)
+    rates, best = first/f"{kind}-rates.json", first/file.name
+    found = json.loads(rates.read_text()) if rates.exists() else {}
+    def kept(state, file): # whole or absent
+        half = file.with_suffix(".part")
+        save_file({n: p.contiguous() for n, p in state.items()}, half)
+        half.replace(file)
+    for rate in (r for r in tried if str(r) not in found):
+        state = teach(0, rate)
+        # one that diverges is none
+        got = x if not math.isnan(x := loss(state)) else math.inf
+        if got < min(found.values(), default=math.inf): kept(state, best)
+        write_atomic(rates, json.dumps(found := found | {str(rate): got}))
     if math.isinf(min(found.values())):
-        raise SystemExit(f"{name}: no rate of {a.rates} learns it, got losses {found}")
-    return float(min(found, key=found.get))
-
-
-def weights_of(a, run, model, name, seed, place, rate):
-    "Of a seed's merged LoRA; from a file where it was learned."
-    file, part = place/"weights.safetensors", place/"part.safetensors"
-    if not file.exists():
-        save_file(tuned_part(learned(a, run, model, name, seed, rate)), part)
-        part.replace(file)
+        raise SystemExit(f"{name}, {kind}: no rate of {tried} learns it, got losses {found}")
+    if not file.exists(): kept(teach(seed, float(min(found, key=found.get))), file)
     return load_file(file)
 
 
+def adapted(a, run, model, name, seed, work):
+    "Of a seed: weights of the LoRA; blocks to skip with weights learned without them; HEST."
+    place, rows, part = work/f"{name}-s{seed}", kept_back(a, run, name), (name, seed)
+    if not (file := place/"blocks.json").exists():
+        batches = learned_batches(a, run, name, seed)[:4]
+        write_atomic(file, json.dumps(least_needed(model, batches)))
+    skipped = json.loads(file.read_text())
+    def lora(kind, skipped):
+        def teach(seed, rate):
+            return tuned_part(learned(a, run, model, name, seed, rate, skipped))
+        def loss(state):
+            with weights_in(model, state), without_blocks(model, skipped):
+                return float(losses(model, 0, rows).mean())
+        return found_at(work, part, kind, a.rates, teach, loss)
+    def teach(seed, rate):
+        torch.manual_seed(seed)
+        hest = gated(model)
+        optimizer = torch.optim.AdamW(hest.base_model.optimizer_groups(rate))
+        # the price of energy is in its own loss
+        learn(hest, optimizer, learned_batches(a, run, name, seed), own_loss)
+        return get_peft_model_state_dict(hest)
+    def loss(state): return float(losses(gated(model, state), 0, rows).mean())
+    return (lora("lora", ()), dict(blocks=skipped, weights=lora("mask", skipped)),
+            gated(model, found_at(work, part, "hest", a.hest_rates, teach, loss)))
+
+
 def fitted(a, run, model, name, seed, table, costs, place):
-    "Controller, fixed rules and what leniency saves, on training rows that were not trained on."
+    "Controller, rules, lookup's length and what leniency saves, on rows that nothing learned."
     file = place/"fitted.json"
     if not file.exists():
-        rows = list(map(prompt_row, kept_back(a, run, name)))
-        n = min(a.new_tokens, asked_of(run, name).max_new_tokens)
-        answers = answers_of(model, run.tokenizer, rows, n)
+        asked = asked_of(run, name)
+        n, given = min(a.new_tokens, asked.max_new_tokens), (run.tokenizer, asked.stop)
+        ids = [torch.tensor([prompt_row(r)["input_ids"]], device=model.device)
+               for r in kept_back(a, run, name)]
+        answers = [own_answers(model, [x], n, **ending(x, *given))[0] for x in ids]
         answers = [x for x in answers if len(x[1]) > 1]
         controller = learn_acceptance(*joined(examples(answers)), seed=seed) if answers else None
-        # the table holds references, and no answer of the model
         by = {kind: {k: replayed(answers, table, kind, k, costs) if answers else 1. for k in WIDTHS}
               for kind in RULES.values()}
-        ids = [torch.tensor([row["input_ids"]], device=model.device) for row in rows]
-        leniency = learn_leniency(model, ids, n, tuple(LOSSY.values()), table=table,
-                                  costs=costs, acceptance=controller)
-        state = {n: w.tolist() for n, w in controller.state_dict().items()} if controller else None
         rules = {kind: min(found, key=found.get) for kind, found in by.items()}
         best = min(rules, key=lambda kind: by[kind][rules[kind]])
+        lookup, leniency = dict.fromkeys(LOOKUPS, 0.), {}
+        for x in ids: # in turns at each prompt
+            for k in LOOKUPS: lookup[k] += timed(model, x, n, *given, k)[0]
+        for e in LOSSY.values():
+            told, way = Drafted(), lossy_way(e, table, costs, controller)
+            for x in ids: told.add(Drafted(**timed(model, x, n, *given, way)[3]))
+            leniency[e] = told.share
+        state = {n: w.tolist() for n, w in controller.state_dict().items()} if controller else None
         write_atomic(file, json.dumps(dict(controller=state, replayed=by, rules=rules, best=best,
-                                           leniency=leniency)))
+                                           lookup_s=lookup, leniency=leniency)))
     kept = json.loads(file.read_text())
     if kept["controller"]: kept["controller"] = acceptance_of(kept["controller"])
+    kept["lookup"] = int(min(kept["lookup_s"], key=kept["lookup_s"].get))
     return kept
+
+
+def lossy_way(e, table, costs, controller): # what leniency costs is a figure of it alone
+    return dict(table=table, costs=costs, acceptance=controller, energy_budget=.5, lossy={e: .5})
 
 
 def ways_of(table, other, costs, costs_int8, kept):
     "What `fewer_passes` is told by each arm; plain generation and Transformers' own are told else."
     bounded = dict(table=table, costs=costs, acceptance=kept["controller"])
     rules = {kind: rule(kind, k, table) for kind, k in kept["rules"].items()}
-    ways = {PLAIN: None, LOOKUP: 4, RULE: rules[kept["best"]], PASSES: bounded,
+    ways = {PLAIN: None, LOOKUP: kept["lookup"], RULE: rules[kept["best"]], PASSES: bounded,
         SHIPPED: dict(table=table, costs=costs), AS_IT_COMES: {}, UNGROUPED: None, FLOAT32: None,
         NO_END: None}
     # the best one is measured already
     ways |= {name: rules[kind] for name, kind in RULES.items() if kind != kept["best"]}
     if other: ways[OTHER] = rule(BOTH, kept["rules"][BOTH], other)
-    for name, e in LOSSY.items(): ways[name] = bounded | dict(energy_budget=.5, lossy={e: .5})
-    return ways | {INT8: None, INT8_PASSES: bounded | dict(costs=costs_int8)}
+    for name, e in LOSSY.items(): ways[name] = lossy_way(e, table, costs, kept["controller"])
+    return ways | {INT8: None, INT8_RULE: rules[kept["best"]],
+                   INT8_PASSES: bounded | dict(costs=costs_int8)}
 
 
 @contextlib.contextmanager
 def held_so(model, name, mask, hest):
     "The model as an arm has it."
     if name == FLOAT32: yield copy.deepcopy(model).float() # made anew: the weights are a task's own
-    elif name in (INT8, INT8_PASSES):
+    elif name in IN_INT8:
         with in_eight_bits(model): yield model
     elif name == HEST: yield hest
     elif name == UNGROUPED:
@@ -285,11 +320,13 @@ def held_so(model, name, mask, hest):
         yield model
         model.set_attn_implementation(grouped)
     elif name == MASK:
-        own = {n: p.clone() for n, p in tuned_part(model).items()}
-        model.load_state_dict(mask["weights"], strict=False)
-        with without_blocks(model, mask["blocks"]): yield model
-        model.load_state_dict(own, strict=False)
+        with weights_in(model, mask["weights"]), without_blocks(model, mask["blocks"]): yield model
     else: yield model
+
+
+def ending(ids, tokenizer, stop): # of `generate`: where a task's answer ends
+    return dict(eos_token_id=stop_ids(tokenizer),
+        stopping_criteria=stopping(dict(stop=stop, input_ids=ids), tokenizer) or None)
 
 
 def timed(model, ids, n, tokenizer, stop, way):
@@ -299,9 +336,7 @@ def timed(model, ids, n, tokenizer, stop, way):
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     hook = inner.register_forward_hook(lambda *a: None if read else read.append(clock()))
     kw = dict(prompt_lookup_num_tokens=way) if isinstance(way, int) else {}
-    if stop: kw |= dict(eos_token_id=stop_ids(tokenizer),
-        stopping_criteria=stopping(dict(stop=stop, input_ids=ids), tokenizer) or None)
-    else: kw["eos_token_id"] = len(tokenizer) # no token
+    kw |= ending(ids, tokenizer, stop) if stop else dict(eos_token_id=len(tokenizer)) # no token
     drafting = isinstance(way, dict)
     with fewer_passes(model, **way) if drafting else contextlib.nullcontext(Drafted()) as counted:
         start = clock()
@@ -346,7 +381,7 @@ def measured(a, run, model, part, ways, others, file):
     lacks = {k: {w for w in ways if k in few or w in ALL_ROWS} - have.get(k, set()) for k in rows}
     todo = [k for k in rows if lacks[k]]
     for first, k in [(True, k) for k in todo[:1]] + [(False, k) for k in todo]:
-        beside = (*BESIDE, INT8) if INT8_PASSES in lacks[k] else BESIDE
+        beside = (*BESIDE, INT8) if lacks[k] & {INT8_RULE, INT8_PASSES} else BESIDE
         arms = [w for w in ways if w in lacks[k] or w in beside]
         prompt, found = prompts[k]["input_ids"], {}
         for w in dice.sample(arms, len(arms)):
@@ -404,7 +439,7 @@ def arm(run, asked, rows, w):
     right = int((mine > 1 - 1e-9).sum()) # answers with the full score
     other = [o["gap"] for o in of[w] if "gap" in o]
     # in eight bits the unit is a pass in eight bits
-    kinds = [(r["arms"][w], r["arms"][INT8]) for r in rows if w == INT8_PASSES]
+    kinds = [(r["arms"][w], r["arms"][INT8]) for r in rows if w in (INT8_RULE, INT8_PASSES)]
     return dict(
         rows=len(rows), time=ratio(s[w], s[PLAIN]), token_time=ratio(a_token(w), a_token(PLAIN)),
         decode_time=decoded(of[w], of[PLAIN]),
@@ -439,9 +474,11 @@ def summary(a, run, work):
         ways = [w for w in IN_ORDER if any(w in r["arms"] for r in rows)]
         kept = [json.loads((p.parent/"fitted.json").read_text()) for p in places]
         rules = [dict(best=k["best"]) | k["rules"] for k in kept]
-        asked, rates = asked_of(run, name), work/f"{name}-s0"/"rates.json"
+        asked, rates = asked_of(run, name), (work/f"{name}-s0").glob("*-rates.json")
         out[name] = dict(metric=asked.metric, seeds=len(places), rules=rules,
-            loss_by_rate=json.loads(rates.read_text()) if rates.exists() else {},
+            lookup_s=[k["lookup_s"] for k in kept], table_bytes=table_of(a, run, name).nbytes,
+            loss_by_rate={p.name.removesuffix("-rates.json"): json.loads(p.read_text())
+                          for p in sorted(rates)},
             cost_by_leniency=[k["leniency"] for k in kept],
             prompt_tokens=float(np.median([r["prompt"] for r in rows])),
             arms={w: arm(run, asked, rows, w) for w in ways})
@@ -476,6 +513,7 @@ def main():
     parser.add_argument("--steps", type=int, default=45, help="0: the bare backbone")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--hest-rates", type=float, nargs="+", default=[3e-3, 1e-2, 3e-2])
     parser.add_argument("--answers", type=int, default=24, help="of training rows, not learned")
     parser.add_argument("--prompts", type=int, default=150, help="of each task, over all seeds")
     parser.add_argument("--few", type=int, default=60, help="of each task, for the other arms")
@@ -498,7 +536,7 @@ def main():
         costs_int8 = costs_kept(work/"costs_int8.json", model, in_eight_bits)
         told = dict(model=Path(run.config.model).name, dtype=dtype, steps=a.steps,
             new_tokens=a.new_tokens, pass_costs=asdict(costs))
-        tables = {n: learn_table(references(run.data[n].train.to_list())) for n in run.order}
+        tables = {n: table_of(a, run, n) for n in run.order}
         bare = {n: p.clone() for n, p in tuned_part(model).items()}
         names = [] if a.again else [a.only] if a.only else run.order
         # the last seed has all arms: a study that ends early has some rows of each
@@ -506,20 +544,15 @@ def main():
             place = work/f"{name}-s{seed}"
             place.mkdir(exist_ok=True)
             model.load_state_dict(bare, strict=False)
-            # one training is enough to show by how much it loses
-            last, mask, hest = a.steps and seed == a.seeds - 1, None, None
+            mask = hest = None
             if a.steps:
-                rate = best_rate(a, run, model, name, work/f"{name}-s0")
-                weights = weights_of(a, run, model, name, seed, place, rate)
-                if last:
-                    mask = masked(a, run, model, name, seed, place, rate)
-                    hest = gated(a, run, model, name, seed, place)
+                weights, mask, hest = adapted(a, run, model, name, seed, work)
                 model.load_state_dict(weights, strict=False)
             table, other = tables[name], next((t for n, t in tables.items() if n != name), None)
             kept = fitted(a, run, model, name, seed, table, costs, place)
             ways = ways_of(table, other, costs, costs_int8, kept)
             if dtype == "float32": del ways[FLOAT32] # it is plain generation's
-            if last: ways |= {MASK: None, HEST: None}
+            if a.steps: ways |= {MASK: None, HEST: None}
             measured(a, run, model, (name, seed), ways, (mask, hest), place/"rows.jsonl")
             for w, r in recorded(a, run, work, out, told)[name]["arms"].items():
                 print(name, w, r["rows"], r["token_time"], r["same"], flush=True)
