@@ -2831,6 +2831,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                          'himalaya_hest/himalaya/tuner.py'),
                                               'himalaya_hest.himalaya.tuner.router_bytes': ( 'himalaya/tuner.html#router_bytes',
                                                                                              'himalaya_hest/himalaya/tuner.py'),
+                                              'himalaya_hest.himalaya.tuner.sizes': ( 'himalaya/tuner.html#sizes',
+                                                                                      'himalaya_hest/himalaya/tuner.py'),
                                               'himalaya_hest.himalaya.tuner.task_names': ( 'himalaya/tuner.html#task_names',
                                                                                            'himalaya_hest/himalaya/tuner.py'),
                                               'himalaya_hest.himalaya.tuner.task_route': ( 'himalaya/tuner.html#task_route',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NAME_BYTES', 'UNROUTED', 'MAX_RANK', 'MAX_COORDINATES', 'MAX_CORE', 'HimalayaSettings', 'name_row', 'task_names',
-           'place_of', 'router_bytes', 'kept_bytes', 'fitted', 'HimalayaCore', 'trim', 'fill', 'nearest_tasks',
+           'place_of', 'router_bytes', 'kept_bytes', 'sizes', 'fitted', 'HimalayaCore', 'trim', 'fill', 'nearest_tasks',
            'task_route', 'HimalayaHooks', 'HimalayaConfig', 'HimalayaModel', 'himalaya_bytes', 'lora_factors']
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #2c64fb37
@@ -41,7 +41,8 @@ class HimalayaSettings:
     n_coordinates: int = 256 # numbers of a direction, at every site; as few as half where r is None
     gamma: float = 4. # Frobenius norm of ΔW, at every site, is below it
     bits: int = 4 # of a kept number
-    n_core: int | None = None # numbers that a task's cores are made of; None: r² at every site
+    # numbers that a task's cores are made of; None: r² at every site, or as they fit where r is None
+    n_core: int | None = None
     # that the router reads of a prompt, and half as many of its instruction; 0: set_task names the task
     n_features: int = 256
     # standard deviations beyond a task's own prompts, from where on no task acts; None: one always does
@@ -95,24 +96,39 @@ def kept_bytes(
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #72bb60fa
 _STEP = 8 # coordinates
+_LEAST_OWN = 4 # rank of cores that are each site's own
+_ENTRIES, _NUMBERS = 14, 32 # of cores that share a number, and numbers at a time
 
+def sizes(
+    n_sites: int,
+    of: HimalayaSettings, # without a rank
+): # of HimalayaSettings
+    "Forms of an adapter: by rank, a core for each site, then with cores that sites share."
+    given = {f.name: getattr(of, f.name) for f in fields(HimalayaSettings)}
+    most = of.n_coordinates
+    # all of them, then in steps down to half
+    coordinates = most, *range((most - 1) // _STEP * _STEP, -(-most // 2) - 1, -_STEP)
+    def sized(r, R, n): return HimalayaSettings(**given | dict(r=r, n_coordinates=R, n_core=n))
+    for r in range(16, _LEAST_OWN - 1, -1):
+        for R in coordinates: yield sized(r, R, of.n_core)
+    # here a rank more is worth more than coordinates
+    for R in coordinates:
+        for r in range(16, 0, -1):
+            n = -(-n_sites * r * r // (_ENTRIES * _NUMBERS)) * _NUMBERS
+            yield sized(r, R, of.n_core or min(n, n_sites * r * r))
+
+# %% ../../nbs/himalaya/04_tuner.ipynb #950b44ae
 def fitted(
     n_sites: int,
     router: Router,
     of: HimalayaSettings,
 ) -> HimalayaSettings: # with a rank, and as many coordinates as fit
-    """The largest rank up to 16 whose adapter keeps to the budget, with half of the coordinates or
-    more; `ValueError` if there is none. A rank that was given stays, whatever it takes."""
-    given = {f.name: getattr(of, f.name) for f in fields(HimalayaSettings)}
-    def sized(r, R): return HimalayaSettings(**given | dict(r=r, n_coordinates=R))
-    if of.r is not None: return sized(of.r, of.n_coordinates)
+    """The first of `sizes` that keeps to the budget; `ValueError` if there is none. A rank that was
+    given stays, whatever it takes."""
+    if of.r is not None: return of
     def mb(size): return sum(kept_bytes(n_sites, router, size, of.n_tasks).values()) / 1e6
-    # all of them, then in steps down to half
-    most = of.n_coordinates
-    less = range((most - 1) // _STEP * _STEP, -(-most // 2) - 1, -_STEP)
-    for r in range(16, 0, -1):
-        for R in (most, *less):
-            if mb(size := sized(r, R)) <= of.budget_mb: return size
+    for size in sizes(n_sites, of):
+        if mb(size) <= of.budget_mb: return size
     raise ValueError(
         f"{of.n_tasks} tasks at {n_sites} sites take {mb(size):.2f} MB at rank 1, budget_mb = "
         f"{of.budget_mb:g}; raise budget_mb, lower n_tasks or name fewer target_modules")
@@ -128,7 +144,7 @@ class HimalayaCore(RoutedCore):
     ):
         super().__init__()
         self.router = Router(width, of.n_features, of.seed, keeps_spread=of.abstain is not None)
-        of = fitted(len(sites), self.router, of)
+        self.form = of = fitted(len(sites), self.router, of)
         self.tasks = TaskCores(
             sites, of.r, of.n_coordinates, of.gamma, of.bits, of.seed, of.n_core)
         self.names = RowStack(NAME_BYTES, dtype=torch.uint8)
@@ -305,8 +321,8 @@ class HimalayaModel(RoutedModel):
     target_module_mapping = _ALL
     def make_core(self, config, sites):
         core = HimalayaCore(sites, self.width, config)
-        # both are saved, so that a file does not depend on the rule
-        config.r, config.n_coordinates = core.tasks.r, core.tasks.R
+        # saved, so that a file does not depend on the rule
+        for x in ("r", "n_coordinates", "n_core"): setattr(config, x, getattr(core.form, x))
         frames = core.tasks.frames_digest()
         # a configuration that was filled in here may make another adapter, as LoraConfig may
         if not getattr(config, "filled_in", False) and config.frames_sha256 not in (None, frames):
