@@ -107,6 +107,7 @@ def equal_rows(
     for m in sorted((m for m in methods if m.startswith("himalaya") and apart(m) < .05), key=apart):
         row, = paired_table([r for r in runs if method_of(r) in (m, bank)], m).records()
         form = re.sub(r"n_coordinates (\d+)", r"\1 coordinates", m.removeprefix("himalaya, "))
+        form = re.sub(r"n_core (\d+)", r"cores of \1 numbers", form)
         rows.append(row | dict(method=m, form=form.replace("r ", "rank ", 1)))
     return rows
 

@@ -69,7 +69,7 @@ def _drawn(
     # the smallest file beyond the limit, so that what fits stands beside it; else the smallest
     form = min([f for f in equal if end[f] > LIMIT_MB] or equal, key=end.get)
     within = [f for f in of if end[f] <= LIMIT_MB < end[form]]
-    return [form, *sorted(within, key=end.get)[-1:]]
+    return [form, *sorted(within, key=end.get)[:1]]
 
 # %% ../../nbs/study/21_growth.ipynb #6cc747e3
 def growth_points(
