@@ -455,16 +455,9 @@ def large_sites():
     return [Place(f"layers.{i}.{name}", *w) for i in range(32) for name, w in widths.items()]
 
 
-def rank_for(n_tasks):
-    "What the default takes at 7 B where so many tasks are expected."
-    from himalaya_hest.compare.large import LARGE_SITES, LARGE_WIDTH
-    from himalaya_hest.himalaya.router import Router
-    from himalaya_hest.himalaya.tuner import HimalayaSettings, fitted
-    return fitted(LARGE_SITES, Router(LARGE_WIDTH), HimalayaSettings(n_tasks=n_tasks)).r
-
-
 def stream_points():
     "Streams of many tasks: continual25 repeated."
+    from himalaya_hest.compare.large import given_form
     from himalaya_hest.running.costs import Backbone, devices, evaluation_seconds, seconds
     from himalaya_hest.running.loads import evaluations, replay_bytes, steps_of, trained_loads
     from himalaya_hest.running.plan import make_plan
@@ -490,7 +483,7 @@ def stream_points():
             kept_rows_bytes=replay_bytes(config, loads), trained=size.trained,
             steps=sum(steps_of(config, t) for t in trained_loads(config, loads)))
         if name == "himalaya":
-            row |= dict(rank=rank_for(T), state_bytes_rank_16=sized(r=16).state)
+            row |= dict(rank=given_form(T, BUDGET_MB).r, state_bytes_rank_16=sized(r=16).state)
         generations = {k: sum(r for e in evaluations(c, loads, size.keeps_answers) for _, r in e)
             for k, c in (("default", config), ("after each task", always))}
         asked = {k: sum(r for e in evaluations(c, loads) for _, r in e)
@@ -553,10 +546,9 @@ def step_of(core):
 def task_point(n, rows=8):
     "Bytes, and processor seconds of what may grow with the tasks."
     from himalaya_hest.himalaya.router import solved, task_scores
-    from himalaya_hest.himalaya.tuner import HimalayaSettings, kept_bytes
+    from himalaya_hest.himalaya.tuner import kept_bytes
     core, (e, tau) = filled_core(n)
-    size = HimalayaSettings(r=core.tasks.r, n_coordinates=core.tasks.R)
-    kept = kept_bytes(len(core.sites), core.router, size, n)
+    kept = kept_bytes(len(core.sites), core.router, core.form, n)
     def roots(): # as after a task's start, when nothing is known of the new covariance
         for view in (core.router.content, core.router.instruction): view._solved = None; solved(view)
     def anew(): # as for a prompt whose task is another than that of the one before

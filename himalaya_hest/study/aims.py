@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..compare.large import large_bytes
+from ..compare.large import given_form, has_form, large_bytes
 from ..compare.pairs import EQUAL, WIDE, by_pair, method_of, pair_of, short_name
 from ..compare.standings import MAIN_PAIRS, main_table, paired_table
 from ..ground.table import Table
@@ -74,7 +74,8 @@ def own_lines(
     forms = {m: [*of.values()] for m, of in by_pair(own).items() if len(of) >= least}
     if not forms: return []
     # what chance gives has no pairs
-    lines = [row | lost(forms[row["method"]]) for row in main_table(own, least).records() if row["n"]]
+    lines = [row | lost(of := forms[row["method"]]) | dict(run=of[0])
+             for row in main_table(own, least).records() if row["n"]]
     return sorted(lines, key=lambda row: row["MB large"])
 
 # %% ../../nbs/study/23_aims.ipynb #f074c182
@@ -117,11 +118,13 @@ def own_scores(
     limit_mb: float,
     limits: dict, # column of `main_table`, or LOST → limit
 ) -> list[list]: # rows
-    "Scores of the form that makes the most of a number of bytes."
+    """Scores of the form that a number of bytes and of tasks gives by itself; where it has not run, of
+    the largest within these bytes."""
     def asked(name, of): return f"{world}: {name} of {of}, in {limit_mb:g} MB"
     if not (small := [x for x in lines if x["MB large"] <= limit_mb]):
         return [not_run(asked(k, "himalaya"), limit, k != LOST) for k, limit in limits.items()]
-    row = small[-1]
+    form = given_form(len(small[0]["run"]["tasks"]), limit_mb)
+    row = next((x for x in small if has_form(x["run"], form)), small[-1])
     ends = {"AUC": ("95 % from", "to"), "final": ("rows from", "rows to"), LOST: ("lost from", "lost to")}
     return [aim_row(asked(k, row["method"]), limit, k != LOST, row[k], [row[e] for e in ends[k]], row["n"])
             for k, limit in limits.items()]
