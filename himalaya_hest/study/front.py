@@ -7,7 +7,6 @@ __all__ = ['FRONT', 'FEWEST', 'WORLDS', 'one_after_another', 'main_lines', 'fron
            'equal_rows', 'beside_table', 'bank_verdict', 'front_verdict', 'end_verdict', 'front_worlds']
 
 # %% ../../nbs/study/16_front.ipynb #eb5b854a
-import math
 import re
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from ..compare.standings import large_mb, main_table, paired_table
 from ..ground.table import Table
 from ..measures.records import read_grid
 from ..measures.statistics import is_number
-from .claims import equal_bytes
 
 # %% ../../nbs/study/16_front.ipynb #8721ed08
 FRONT = { # method in the records, or how it begins → its name on the front page, colour
@@ -88,24 +86,27 @@ def _share(part): # of bytes
 # %% ../../nbs/study/16_front.ipynb #b27efc6c
 def equal_runs(
     records: list[dict], # of one world
-) -> tuple[str, list[dict]] | None: # None where no bank has as many bytes as a form of HIMALAYA
-    "That form, and its runs with those of the bank."
+    form: str, # of HIMALAYA, as `method_of` has it
+) -> list[dict]: # none where there is no such bank
+    """Runs of a form and of the smallest bank of Uni-LoRAs that has its bytes, give or take a
+    twentieth, or more."""
     runs = one_after_another(records)
-    if not (pair := equal_bytes(by_pair(runs))): return None
-    return pair[0], [r for r in runs if method_of(r) in pair]
+    sizes = {m: large_mb(of) for m, of in by_pair(runs).items() if m == form or short_name(m) == EQUAL}
+    enough = [m for m, mb in sizes.items() if m != form and mb > .95 * sizes[form]]
+    pair = (form, min(enough, key=sizes.get)) if enough else ()
+    return [r for r in runs if method_of(r) in pair]
 
 # %% ../../nbs/study/16_front.ipynb #f600b651
 def equal_rows(
     records: list[dict], # of one main comparison
-) -> list[dict]: # of the paired table, the nearest bytes first; none where `equal_runs` is None
-    """HIMALAYA's forms beside the bank of as many bytes, those within a twentieth of it: method,
-    `form` and what the table says."""
-    runs = one_after_another(records)
-    if not (pair := equal_bytes(by_pair(runs))): return []
-    bank, methods, rows = pair[1], by_pair(runs), []
-    def apart(m): return abs(math.log(large_mb(methods[m]) / large_mb(methods[bank])))
-    for m in sorted((m for m in methods if m.startswith("himalaya") and apart(m) < .05), key=apart):
-        row, = paired_table([r for r in runs if method_of(r) in (m, bank)], m).records()
+) -> list[dict]: # of the paired table, the largest form first
+    """HIMALAYA's forms beside the bank of as many bytes or more: method, `form` and what the table
+    says."""
+    methods, rows = by_pair(one_after_another(records)), []
+    forms = [m for m in methods if m.startswith("himalaya")]
+    for m in sorted(forms, key=lambda m: -large_mb(methods[m])):
+        if not (both := equal_runs(records, m)): continue
+        row, = paired_table(both, m).records()
         form = re.sub(r"n_coordinates (\d+)", r"\1 coordinates", m.removeprefix("himalaya, "))
         form = re.sub(r"n_core (\d+)", r"cores of \1 numbers", form)
         rows.append(row | dict(method=m, form=form.replace("r ", "rank ", 1)))
@@ -174,8 +175,7 @@ def end_verdict(
     form: str, # of HIMALAYA, as `method_of` has it
 ) -> str: # for the first screen
     "That form beside the bank at the end, in the orders that both have."
-    own = [r for r in records if method_of(r) == form or r["config"]["adapter"] != "himalaya"]
-    row, = paired_table(equal_runs(own)[1], form, least=1).records()
+    row, = paired_table(equal_runs(records, form), form, least=1).records()
     above = "above" if row["final"] > 0 else "below"
     return f"{abs(row['final']):.3f} {above} it ({row['n']} order{'s' * (row['n'] > 1)})"
 
