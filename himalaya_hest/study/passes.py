@@ -212,8 +212,15 @@ def _change(r):
     word, by = _word(r), abs(r["median"] - 1)
     return f"{word} by {by:.1%}" if word in ("faster", "slower") else word
 
-def _in_eight_bits(arms): # a fixed rule there?
-    return any("fixed rule" in name and "int8" in name for name in arms)
+_IN_INT8 = "passes, int8 (W8A8)", "fixed rule, int8 (W8A8)"
+
+def _eight_bits_told(tasks): # name, arms
+    found = {name: ratios_by_seed(dict(seeds=1, arms=arms), *_IN_INT8)[0]
+             for name, arms in tasks if {*_IN_INT8} <= {*arms}}
+    if not found: return "In eight bits no fixed rule was measured, so nothing is said of them."
+    told = ", ".join(f"{with_interval(x, '.3f')} on {n} ({_change(x)})" for n, x in found.items())
+    left = "" if len(found) == len(tasks) else "; of the other tasks nothing is said there"
+    return f"In eight bits, of the time of the fixed rule in them: {told}{left}."
 
 # %% ../../nbs/study/22_passes.ipynb #4257104c
 def earned_told(
@@ -231,11 +238,10 @@ def earned_told(
         told.setdefault(f"{r['model']} in {r['dtype']}", []).append(
             f"{with_interval(x, '.3f')} on {name} ({_change(x)})")
     found = "; ".join(f"{held}: {', '.join(of)}" for held, of in told.items())
-    none = "" if any(_in_eight_bits(of) for *_, of in arms) else (
-        " In eight bits no fixed rule was measured, so nothing is said of them.")
+    in_int8 = _eight_bits_told([(name, of) for name, _, of in arms])
     return (f"Does the controller earn its place? By measured time **the controller of drafts {word} "
             f"of {len(arms)} task{'s' * (len(arms) > 1)}**. What a token takes of the best fixed rule's time, {found}. "
-            f"Asked for is at most {LESS:g}, by the upper end of the interval.{none}")
+            f"Asked for is at most {LESS:g}, by the upper end of the interval. {in_int8}")
 
 # %% ../../nbs/study/22_passes.ipynb #f0e9af6e
 def target_word(
