@@ -96,7 +96,7 @@ def kept_bytes(
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #72bb60fa
 _STEP = 8 # coordinates
-_SHARED = 8 # up to this rank sites share cores where the rank follows from the budget
+_LEAST_OWN = 4 # rank below which sites share cores, where the rank follows from the budget
 _ENTRIES, _NUMBERS = 14, 32 # of cores that share a number, and numbers at a time
 
 def sizes(
@@ -109,11 +109,11 @@ def sizes(
     # all of them, then in steps down to half
     coordinates = most, *range((most - 1) // _STEP * _STEP, -(-most // 2) - 1, -_STEP)
     def sized(r, R, n): return HimalayaSettings(**given | dict(r=r, n_coordinates=R, n_core=n))
-    for r in range(16, _SHARED, -1):
+    for r in range(16, _LEAST_OWN - 1, -1):
         for R in coordinates: yield sized(r, R, of.n_core)
     # here a rank more is worth more than coordinates
     for R in coordinates:
-        for r in range(_SHARED, 0, -1):
+        for r in range(16, 0, -1):
             n = -(-n_sites * r * r // (_ENTRIES * _NUMBERS)) * _NUMBERS
             yield sized(r, R, of.n_core or min(n, n_sites * r * r))
 

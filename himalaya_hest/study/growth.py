@@ -63,10 +63,13 @@ def _drawn(
     of: dict[str, list[dict]], # forms of a method → runs
     end: dict[str, float], # forms → MB with all tasks
 ) -> list[str]: # the form of the line, and what stands beside it
-    most = max(map(len, of.values()))
-    small, *others = sorted((f for f in of if len(of[f]) == most), key=end.get)
-    beyond = [f for f in others if end[small] <= LIMIT_MB < end[f]]
-    return [small, *beyond[:1]]
+    # the most runs; of several no more set than the rank
+    place = {f: (-len(of[f]), f.count(",") > 1) for f in of}
+    equal = [f for f in of if place[f] == min(place.values())]
+    # the smallest file beyond the limit, so that what fits stands beside it; else the smallest
+    form = min([f for f in equal if end[f] > LIMIT_MB] or equal, key=end.get)
+    within = [f for f in of if end[f] <= LIMIT_MB < end[form]]
+    return [form, *sorted(within, key=end.get)[:1]]
 
 # %% ../../nbs/study/21_growth.ipynb #6cc747e3
 def growth_points(
@@ -87,7 +90,7 @@ def growth_points(
     return out
 
 # %% ../../nbs/study/21_growth.ipynb #053d4ef7
-def _rings(axes, points, color, size, numbered): # other forms, beyond the limit
+def _rings(axes, points, color, size, numbered): # other forms, which fit the limit
     for p in points:
         at = p["mb"], p["score"]
         axes.plot(*at, "o", color=color, mfc="white", markersize=size)
