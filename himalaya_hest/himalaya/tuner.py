@@ -96,7 +96,7 @@ def kept_bytes(
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #72bb60fa
 _STEP = 8 # coordinates
-_LEAST_OWN = 4 # rank below which sites share cores, where the rank follows from the budget
+_LEAST_OWN = 5 # rank below which sites share cores, where the rank follows from the budget
 _ENTRIES, _NUMBERS = 14, 32 # of cores that share a number, and numbers at a time
 
 def sizes(
@@ -111,7 +111,7 @@ def sizes(
     def sized(r, R, n): return HimalayaSettings(**given | dict(r=r, n_coordinates=R, n_core=n))
     for r in range(16, _LEAST_OWN - 1, -1):
         for R in coordinates: yield sized(r, R, of.n_core)
-    # here a rank more is worth more than coordinates
+    # as many coordinates first
     for R in coordinates:
         for r in range(16, 0, -1):
             n = -(-n_sites * r * r // (_ENTRIES * _NUMBERS)) * _NUMBERS

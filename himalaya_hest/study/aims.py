@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..compare.large import given_form, has_form, large_bytes
+from ..compare.large import large_bytes
 from ..compare.pairs import EQUAL, WIDE, by_pair, method_of, pair_of, short_name
 from ..compare.standings import MAIN_PAIRS, main_table, paired_table
 from ..ground.table import Table
@@ -74,8 +74,7 @@ def own_lines(
     forms = {m: [*of.values()] for m, of in by_pair(own).items() if len(of) >= least}
     if not forms: return []
     # what chance gives has no pairs
-    lines = [row | lost(of := forms[row["method"]]) | dict(run=of[0])
-             for row in main_table(own, least).records() if row["n"]]
+    lines = [row | lost(forms[row["method"]]) for row in main_table(own, least).records() if row["n"]]
     return sorted(lines, key=lambda row: row["MB large"])
 
 # %% ../../nbs/study/23_aims.ipynb #f074c182
@@ -115,19 +114,17 @@ def beside_wide(
 def own_scores(
     lines: list[dict], # of `own_lines`
     world: str,
+    above_mb: float,
     limit_mb: float,
     limits: dict, # column of `main_table`, or LOST → limit
 ) -> list[list]: # rows
-    """Scores of the form that a number of bytes and of tasks gives by itself; where it has not run, of
-    the largest within these bytes."""
+    "Scores of each form of so many bytes."
     def asked(name, of): return f"{world}: {name} of {of}, in {limit_mb:g} MB"
-    if not (small := [x for x in lines if x["MB large"] <= limit_mb]):
+    if not (forms := [x for x in lines if above_mb < x["MB large"] <= limit_mb]):
         return [not_run(asked(k, "himalaya"), limit, k != LOST) for k, limit in limits.items()]
-    form = given_form(len(small[0]["run"]["tasks"]), limit_mb)
-    row = next((x for x in small if has_form(x["run"], form)), small[-1])
     ends = {"AUC": ("95 % from", "to"), "final": ("rows from", "rows to"), LOST: ("lost from", "lost to")}
-    return [aim_row(asked(k, row["method"]), limit, k != LOST, row[k], [row[e] for e in ends[k]], row["n"])
-            for k, limit in limits.items()]
+    return [aim_row(asked(k, x["method"]), limit, k != LOST, x[k], [x[e] for e in ends[k]], x["n"])
+            for x in forms for k, limit in limits.items()]
 
 # %% ../../nbs/study/23_aims.ipynb #eb43f31b
 def order_aims(
@@ -186,10 +183,10 @@ def many_aims(
     # of a thousand tasks there are few orders; their time is that of runs beside others
     lines, minutes = own_lines(thousand, least=1), max(r["summary"]["wall_s"] for r in thousand) / 60
     return [
-        *own_scores(own_lines(hundred), "100 tasks", 1, dict(AUC=.9, final=.9)),
+        *own_scores(own_lines(hundred), "100 tasks", 0, 1, dict(AUC=.9, final=.9)),
         *order_aims(hundred, "100 tasks", {"lora+ewc": 1}),
-        *own_scores(lines, "1,000 tasks", 5, {"final": .85, LOST: .005}),
-        *own_scores(lines, "1,000 tasks", 2.5, dict(final=.85)),
+        *own_scores(lines, "1,000 tasks", 2.5, 5, {"final": .85, LOST: .005}),
+        *own_scores(lines, "1,000 tasks", 0, 2.5, dict(final=.85)),
         *order_aims(thousand, "1,000 tasks", {"himalaya": 3, EQUAL: 3, "lora": 1, WIDE: 1}),
         *order_aims([r for r in thousand if large_bytes(r) <= 2.5e6], "1,000 tasks, in 2.5 MB",
                     {"himalaya": 3, EQUAL: 3}),

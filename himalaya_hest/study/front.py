@@ -108,7 +108,7 @@ def equal_rows(
         if not (both := equal_runs(records, m)): continue
         row, = paired_table(both, m).records()
         form = re.sub(r"n_coordinates (\d+)", r"\1 coordinates", m.removeprefix("himalaya, "))
-        form = re.sub(r"n_core (\d+)", r"cores of \1 numbers", form)
+        form = re.sub(r"n_core \d+", "shared cores", form) # how many numbers follows from the sites
         rows.append(row | dict(method=m, form=form.replace("r ", "rank ", 1)))
     return rows
 

@@ -223,7 +223,8 @@ def thousand_table(
 ) -> Table:
     "A row a method: means over its runs, of memory the most."
     columns = ["method", "runs", "just learned", "at the end", f"without {' and '.join(ALIKE)}",
-               "forgotten", "worst twin", "best twin", "MB at d = 4096", "minutes", "peak memory MB"]
+               "forgotten", "worst twin", "best twin", "MB kept", "MB at d = 4096", "minutes",
+               "peak memory MB"]
     rows = []
     # each run's figures, then their means
     for method, of in by_pair(records).items():
@@ -236,6 +237,7 @@ def thousand_table(
             float(np.mean(apart)),
             mean(lambda r: r["summary"]["average_forgetting"]),
             *(float(np.mean([end(found.values()) for found in twins])) for end in (min, max)),
+            mean(lambda r: r["summary"]["adapter_mb"]),
             *mb_after(runs[0], (len(runs[0]["tasks"]),)).values(),
             mean(lambda r: r["summary"]["wall_s"] / 60),
             most_mb(runs)])
