@@ -95,7 +95,7 @@ def _rings(axes, points, color, size, numbered): # other forms, which fit the li
         at = p["mb"], p["score"]
         axes.plot(*at, "o", color=color, mfc="white", markersize=size)
         if numbered: axes.annotate(
-            f"{p['tasks']:,}", at, (-3, 3), color=color, fontsize=7, ha="right",
+            f"{p['tasks']:,}", at, (4, 9), color=color, fontsize=7, ha="right",
             textcoords="offset points")
 
 # %% ../../nbs/study/21_growth.ipynb #9d750130
