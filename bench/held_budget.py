@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from acceptance import arguments, begun
-from passes import asked_of, kept_back, learned, learned_rows, references
+from passes import asked_of, ending, kept_back, learned, learned_rows, references
 
 from himalaya_hest.hest.drafts import learn_table
 from himalaya_hest.hest.head_groups import grouped_attention
@@ -31,7 +31,7 @@ from himalaya_hest.hest.own_controller import learn_controller
 from himalaya_hest.hest.passes import fewer_passes
 from himalaya_hest.measures.rows import row_values
 from himalaya_hest.measures.text import get_metric
-from himalaya_hest.running.evaluation import first_line, stopping
+from himalaya_hest.running.evaluation import first_line
 from himalaya_hest.streams.batching import prompt_row, stop_ids
 from himalaya_hest.workshop.measuring import called, circumstances, mean_interval, write_record
 
@@ -44,11 +44,9 @@ def answered(run, model, asked, rows, n, way):
     with fewer_passes(model, **way) as told:
         for k in rows:
             ids = torch.tensor([asked.prompts[k]["input_ids"]], device=model.device)
-            stops = stopping(dict(stop=asked.stop, input_ids=ids), run.tokenizer)
             out = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                max_new_tokens=n, pad_token_id=0, eos_token_id=stop_ids(run.tokenizer),
-                stopping_criteria=stops or None)
+                max_new_tokens=n, pad_token_id=0, **ending(ids, run.tokenizer, asked.stop))
             texts.append(run.tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True))
             so_far.append((told.spent, told.plain))
     cut = first_line if asked.stop == "line" else str

@@ -281,7 +281,8 @@ def fitted(a, run, model, name, seed, table, costs, place):
             leniency[e] = told.share
         state = {n: w.tolist() for n, w in controller.state_dict().items()} if controller else None
         write_atomic(file, json.dumps(dict(controller=state, replayed=by, rules=rules, best=best,
-                                           lookup_s=lookup, leniency=leniency)))
+                                           lookup_s=lookup, leniency=leniency,
+                                           table_bytes=table.nbytes)))
     kept = json.loads(file.read_text())
     if kept["controller"]: kept["controller"] = acceptance_of(kept["controller"])
     kept["lookup"] = int(min(kept["lookup_s"], key=kept["lookup_s"].get))
@@ -476,7 +477,7 @@ def summary(a, run, work):
         rules = [dict(best=k["best"]) | k["rules"] for k in kept]
         asked, rates = asked_of(run, name), (work/f"{name}-s0").glob("*-rates.json")
         out[name] = dict(metric=asked.metric, seeds=len(places), rules=rules,
-            lookup_s=[k["lookup_s"] for k in kept], table_bytes=table_of(a, run, name).nbytes,
+            lookup_s=[k["lookup_s"] for k in kept], table_bytes=kept[0]["table_bytes"],
             loss_by_rate={p.name.removesuffix("-rates.json"): json.loads(p.read_text())
                           for p in sorted(rates)},
             cost_by_leniency=[k["leniency"] for k in kept],

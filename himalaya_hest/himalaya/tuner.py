@@ -111,7 +111,7 @@ def sizes(
     def sized(r, R, n): return HimalayaSettings(**given | dict(r=r, n_coordinates=R, n_core=n))
     for r in range(16, _LEAST_OWN - 1, -1):
         for R in coordinates: yield sized(r, R, of.n_core)
-    # as many coordinates first
+    # of coordinates the fewest are given up
     for R in coordinates:
         for r in range(16, 0, -1):
             n = -(-n_sites * r * r // (_ENTRIES * _NUMBERS)) * _NUMBERS
