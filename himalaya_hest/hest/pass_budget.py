@@ -98,7 +98,7 @@ def _decision_s(context, n_tokens, rounds=20): # process time of guessing and ch
     return min(once() for _ in range(rounds))
 
 # %% ../../nbs/hest/18a_pass_budget.ipynb #b8e8369f
-SHIPPED_COSTS = PassCosts((COSTS,), drafting=.001, prompt_token=.03)
+SHIPPED_COSTS = PassCosts((COSTS,), drafting=.002, prompt_token=.037)
 
 # %% ../../nbs/hest/18a_pass_budget.ipynb #a7ddbd37
 @dataclass
