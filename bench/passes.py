@@ -234,10 +234,6 @@ def found_at(work, part, kind, tried, teach, loss):
 def adapted(a, run, model, name, seed, work):
     "Of a seed: weights of the LoRA; blocks to skip with weights learned without them; HEST."
     place, rows, part = work/f"{name}-s{seed}", kept_back(a, run, name), (name, seed)
-    if not (file := place/"blocks.json").exists():
-        batches = learned_batches(a, run, name, seed)[:4]
-        write_atomic(file, json.dumps(least_needed(model, batches)))
-    skipped = json.loads(file.read_text())
     def lora(kind, skipped):
         def teach(seed, rate):
             return tuned_part(learned(a, run, model, name, seed, rate, skipped))
@@ -245,6 +241,12 @@ def adapted(a, run, model, name, seed, work):
             with weights_in(model, state), without_blocks(model, skipped):
                 return float(losses(model, 0, rows).mean())
         return found_at(work, part, kind, a.rates, teach, loss)
+    # arms that no prompt has are not learned
+    if not a.few: return lora("lora", ()), None, None
+    if not (file := place/"blocks.json").exists():
+        batches = learned_batches(a, run, name, seed)[:4]
+        write_atomic(file, json.dumps(least_needed(model, batches)))
+    skipped = json.loads(file.read_text())
     def teach(seed, rate):
         torch.manual_seed(seed)
         hest = gated(model)
