@@ -23,8 +23,8 @@ from ..bridge.prompt import rarity
 from ..bridge.shell import PairCore
 from ..hest.shell import GatedModel
 from ..himalaya.tuner import HimalayaModel
-from .step import pack_rows, residual, Rows, take_rows
-from .tasks import PromptMeans, Sites, TaskRouter, TaskSites
+from .step import KeptRows, pack_rows, residual, Rows
+from .tasks import Factors, PromptMeans, Sites, TaskRouter, TaskSites
 
 # %% ../../nbs/onnx/04_pieces.ipynb #44d7d6e3
 class BankRouter(nn.Module):
@@ -63,22 +63,12 @@ class BankSites(Sites):
     def __init__(self, core, packed: bool):
         super().__init__()
         bank, tasks = core.dictionary, torch.arange(int(core.used))
-        self.r, self.layout = bank.r, {}
-        for side, shelf, places in zip("ab", (bank.shelf_a, bank.shelf_b), bank.places):
-            for i, (w, first) in enumerate(places):
-                self.keep(f"{side}_{i}", _shelf_rows(bank, shelf, w, first, tasks, packed))
-    # rows are buffers, so that a graph has them as tensors
-    def keep(self, name: str, rows: Rows) -> None:
-        self.register_buffer(f"{name}_values", rows.values)
-        self.register_buffer(f"{name}_scales", rows.scales)
-        self.layout[name] = rows.width, rows.group
-    def rows(self, name: str) -> Rows:
-        values, scales = (getattr(self, f"{name}_{part}") for part in ("values", "scales"))
-        return Rows(values, scales, *self.layout[name])
+        self.r = bank.r
+        self.a, self.b = (nn.ModuleList(
+            KeptRows(_shelf_rows(bank, shelf, w, first, tasks, packed)) for w, first in places)
+            for shelf, places in zip((bank.shelf_a, bank.shelf_b), bank.places))
     def begin(self, task): self.chosen = task[:, None] * self.r + torch.arange(self.r)
-    def act(self, i, x, y):
-        a, b = (take_rows(self.rows(f"{side}_{i}"), self.chosen) for side in "ab")
-        return residual(x, y, a, b)
+    def act(self, i, x, y): return residual(x, y, self.a[i](self.chosen), self.b[i](self.chosen))
 
 # %% ../../nbs/onnx/04_pieces.ipynb #87903ab6
 class EditRouter(nn.Module):
@@ -232,7 +222,7 @@ def routed_pieces(tuner, core, packed): # sites, router
     content = getattr(core.router, "reads_content", False)
     means = PromptMeans(embedding, rarity(core.router, len(embedding)), content)
     if isinstance(tuner, LoraBankModel): return BankSites(core, packed), BankRouter(core, means)
-    sites, sites.tasks = TaskSites(core.tasks), tuner.task_names()
+    sites, sites.tasks = TaskSites(Factors(core.tasks)), tuner.task_names()
     return sites, TaskRouter(core.router, means)
 
 def lora_pieces(tuner, name): # sites, their modules

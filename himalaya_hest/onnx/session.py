@@ -61,7 +61,7 @@ def read_info(folder: str | Path) -> dict: # what onnx.json says
     return info
 
 # %% ../../nbs/onnx/02_session.ipynb #26dfbcee
-FILES = ("model.onnx", "router.onnx", "weights.bin")
+FILES = ("model.onnx", "router.onnx", "factors.onnx", "weights.bin")
 
 def file_digest(path: str | Path) -> str: # 64 hex digits
     "SHA-256 of a file, read in pieces."
@@ -134,11 +134,13 @@ def _shape_faults(shapes, info):
                 f"{n} has the shape {found}, onnx.json says {told[0]} heads of width {told[1]}")
     return wrong
 
-def graph_faults(model, router, info: dict) -> list[str]: # opened graphs
+def graph_faults(model, router, factors, info: dict) -> list[str]: # opened graphs
     "Inputs that the manifest does not know, and shapes that it does not have."
     shapes = {i.name: i.shape for i in model.get_inputs()}
-    routed, given = (router.get_outputs(), router.get_inputs()) if router else ([], [])
-    known = {*info["past"], *(o.name for o in routed)}
+    given = router.get_inputs() if router else []
+    outputs = [[o.name for o in g.get_outputs()] for g in (router, factors) if g]
+    # what the last graph before it gives, the model takes
+    known = {*info["past"], *(outputs or [[]])[-1]}
     # an input that nobody gives would fail only at the first request
     strange = shapes.keys() - {"input_ids", "attention_mask", *known}
     lacking = {*known, *info["prompt_inputs"]} - shapes.keys()
@@ -147,6 +149,8 @@ def graph_faults(model, router, info: dict) -> list[str]: # opened graphs
         *(f"the graph takes {n}, of which nothing is known" for n in strange),
         *(f"the graph does not take {n}" for n in lacking),
         *(f"the router takes {i.name}" for i in given if i.name not in masks),
+        *(f"the factors are of {i.name}" for i in (factors.get_inputs() if factors else [])
+          if i.name != "task" or outputs[0] != ["task"]),
         *_shape_faults(shapes, info),
     ]
 
@@ -157,17 +161,18 @@ class OpenedExport:
         folder: str | Path, # that `export_onnx` wrote
         threads: int = 1,
     ):
-        self.folder, self.info = Path(folder), read_info(folder)
+        self.folder, self.info, self._held = Path(folder), read_info(folder), None
         check_files(folder, self.info)
-        names = ["model.onnx"] + ["router.onnx"] * self.info["routed"]
+        there = {"model.onnx": True, "router.onnx": self.info["routed"],
+                 "factors.onnx": "factors.onnx" in (self.info.get("files") or {})}
         # ONNX Runtime has many errors, and none of them names the folder
-        try: graphs = [open_graph(self.folder/n, threads) for n in names]
+        try: self.model, self.router, self.factors = (
+            open_graph(self.folder/n, threads) if is_there else None for n, is_there in there.items())
         except Exception as e:
             raise ValueError(
                 f"{folder} holds a graph that ONNX Runtime does not open: {e}; {_AGAIN}") from e
-        self.model, self.router = [*graphs, None][:2]
         # a folder without digests has passed so far, whatever its graphs are
-        if wrong := graph_faults(self.model, self.router, self.info):
+        if wrong := graph_faults(self.model, self.router, self.factors, self.info):
             told = "; ".join(wrong[:4])
             raise ValueError(f"{folder}: onnx.json does not fit the graph: {told}; {_AGAIN}")
     def empty_past(self, b: int) -> list[np.ndarray]: # keys and values of no tokens
@@ -212,8 +217,13 @@ class RoutedExport(OpenedExport):
     ) -> dict: # name → array
         """The further inputs of `model.onnx` for prompts (b, n); none where no prompt is read.
         Without a mask all tokens count; without an instruction in a row, its whole prompt is it."""
-        if task is not None: return dict(task=np.full(len(input_ids), task_index(self.info, task)))
+        if task is not None:
+            return self.widened(np.full(len(input_ids), task_index(self.info, task)))
         if self.router is None: return {}
+        found = self.routed(input_ids, attention_mask, instruction_mask)
+        return self.widened(found["task"]) if self.factors else found
+    def routed(self, input_ids, attention_mask=None, instruction_mask=None) -> dict: # name → array
+        "What the router says of prompts: `task`, the index of each one's task, where it finds tasks."
         ids, mask = tokens_of(input_ids, attention_mask)
         instruction = _checked(instruction_mask, ids, "instruction_mask")
         if instruction is None: instruction = np.zeros_like(ids)
@@ -222,6 +232,17 @@ class RoutedExport(OpenedExport):
         given = {i.name: every[i.name] for i in self.router.get_inputs()}
         names = [o.name for o in self.router.get_outputs()]
         return dict(zip(names, self.router.run(names, given)))
+    def widened(self, task: np.ndarray) -> dict[str, np.ndarray]: # (b,)
+        "The further inputs of `model.onnx` for the tasks of a batch; those of the last one are kept."
+        if self.factors is None: return dict(task=task)
+        # one task for all is enough
+        if (task == task[0]).all(): task = task[:1]
+        # read once: another thread may put others there
+        held = self._held
+        if held is None or not np.array_equal(held[0], task):
+            names = [o.name for o in self.factors.get_outputs()]
+            held = self._held = task, dict(zip(names, self.factors.run(names, dict(task=task))))
+        return held[1]
     def later(self, routing: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "The routing of the tokens after the prompt: inputs that go with its tokens are empty."
         of_prompt, empty = self.info["prompt_inputs"], lambda x: np.zeros((len(x), 1), x.dtype)
@@ -278,7 +299,10 @@ def workloads(
     # made once, outside of what is timed
     routing, (_, past) = session.later(route()), prefill()
     decode = lambda: session.forward(ids[:, -1:], longer, past, routing)
-    return dict(prefill=prefill, decode=decode, route=route)
+    def factors(): # as if the task were another than the last one's
+        session._held = None
+        session.widened(np.zeros(len(ids), np.int64))
+    return dict(prefill=prefill, decode=decode, route=route, factors=factors)
 
 # %% ../../nbs/onnx/02_session.ipynb #b8b53baa
 def interval(
@@ -383,9 +407,10 @@ def measure(
         return summary(rounds_of({n: works[n][kind] for n in names}, pairs, seed), names).items()
     for kind in ("prefill", "decode"):
         for n, row in timed(kind, list(works)): out[n][kind] = row
-    # routing is timed alone, since the bare backbone has none to compare with
+    # these are timed alone, since the bare backbone has none to compare with
     for name, s in sessions.items():
-        if s.router is not None: out[name] |= {"route": row for _, row in timed("route", [name])}
+        for kind, graph in dict(route=s.router, factors=s.factors).items():
+            if graph is not None: out[name] |= {kind: row for _, row in timed(kind, [name])}
         out[name]["peak_memory_mb"] = peak_memory_mb(s.folder, ids, threads)
     return out
 
