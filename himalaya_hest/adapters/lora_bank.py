@@ -375,8 +375,11 @@ class LoraBankConfig(BankSettings, ShellConfig):
             if (x := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {x!r}")
         n = self.n_numbers
-        if n is not None and (self.normalised or n < _GROUP or n % _GROUP):
-            raise ValueError(f"n_numbers asks for normalised=False and a multiple of {_GROUP}, got {n}")
+        if n is not None and (n < _GROUP or n % _GROUP):
+            raise ValueError(f"n_numbers is {n}, expected a multiple of {_GROUP}")
+        if n is not None and self.normalised:
+            raise ValueError(f"n_numbers={n} asks for normalised=False: factors of few numbers have no "
+                             "directions and sizes of their own")
 
 # %% ../../nbs/adapters/04_lora_bank.ipynb #e6808a94
 _OUTPUTS = {t: ["o_proj"] for t in (*LLAMA_LIKE, "phi3")} | {

@@ -11,6 +11,7 @@ __all__ = ['KWARG', 'CallVariable', 'Routing', 'RoutedLayer', 'call_context', 'P
 import contextlib
 import contextvars
 import inspect
+import warnings
 from functools import partial
 
 import torch
@@ -107,6 +108,10 @@ def refuse_trained_table(config, model) -> None:
         raise ValueError(
             f"this adapter reads prompts by {name}, which modules_to_save would train: what was kept "
             "of earlier tasks would not fit any more. Leave it out of modules_to_save")
+    if shared := [*(config.modules_to_save or ())]:
+        warnings.warn(
+            f"modules_to_save={shared}: each task trains them on, and finished tasks answer with what "
+            "the last one left. What this adapter keeps of a task lies in its own bytes alone")
 
 # %% ../../nbs/bridge/10_routed.ipynb #b1da534e
 class RoutedModel(PromptModel):

@@ -58,7 +58,7 @@ def check_asked(
     found = {n: v for n, plain in refused.items() if (v := asked.get(n)) not in (None, plain)}
     # heard before what stops is looked for
     if asked.get("streamer") and (asked.get("stopping_criteria") or asked.get("stop_strings")):
-        found["stopping_criteria or stop_strings"] = "given, together with a streamer"
+        found["streamer"] = "one together with stopping_criteria or stop_strings"
     # Transformers 5.23 reads the tokens of a filled cache a second time, and says other things
     if (cache := asked.get("past_key_values")) is not None and cache.get_seq_length():
         found["past_key_values"] = f"{cache.get_seq_length()} tokens"
@@ -93,13 +93,16 @@ def language_model(
 # %% ../../nbs/hest/19_passes.ipynb #70c98406
 _ENDS = contextvars.ContextVar("ends", default=None) # of the present call of generate, in its thread
 
-def _drafter_for(generation_config, input_ids, *args, logits_processor=None, **kwargs):
-    "What Transformers calls for a candidate generator."
+def _drafter_for(plain, generation_config, input_ids, *args, logits_processor=None, **kwargs):
+    "What Transformers calls for a candidate generator; `plain` gives its own."
+    # a call of another thread, from before the block or behind it
+    if (call := _ENDS.get()) is None:
+        return plain(generation_config, input_ids, *args, logits_processor=logits_processor, **kwargs)
     if len(input_ids) > 1:
         raise ValueError(
             f"fewer_passes takes one prompt at a time, got {len(input_ids)}: call generate "
             "outside of the with block, or once for each prompt")
-    call, ends = _ENDS.get(), generation_config._eos_token_tensor
+    ends = generation_config._eos_token_tensor
     ends = [] if ends is None else ends.tolist()
     drafter = call.drafter = Drafter(
         input_ids, call.drafting, generation_config.max_length, ends)
@@ -148,6 +151,7 @@ def _counted(out, ends, told): # an answer as it was asked for, with what it cos
 # %% ../../nbs/hest/19_passes.ipynb #7832ca3e
 _IN_PLACE = weakref.WeakKeyDictionary() # module → name → values, the first what was there before
 _NOTHING = object()
+_PLACING = Lock() # calls of several threads
 
 @contextlib.contextmanager
 def in_place_of(
@@ -156,23 +160,25 @@ def in_place_of(
 ):
     """Attributes of this instance until the block ends; then what was there before, or what blocks
     that go on have put there, in whichever order they end."""
-    held = _IN_PLACE.setdefault(module, {})
     # lists, to be told from equal values
     own = {name: [value] for name, value in named.items()}
-    for name, value in own.items():
-        held.setdefault(name, [[module.__dict__.get(name, _NOTHING)]]).append(value)
-    def put():
-        for name in named:
+    def put(held):
+        for name in own:
             last, = held[name][-1]
             if last is _NOTHING: module.__dict__.pop(name, None)
             else: module.__dict__[name] = last
-    put()
+    with _PLACING:
+        held = _IN_PLACE.setdefault(module, {})
+        for name, value in own.items():
+            held.setdefault(name, [[module.__dict__.get(name, _NOTHING)]]).append(value)
+        put(held)
     try: yield
     finally:
-        for name, value in own.items(): held[name] = [v for v in held[name] if v is not value]
-        put()
-        for name in named:
-            if len(held[name]) == 1: del held[name]
+        with _PLACING:
+            for name, value in own.items(): held[name] = [v for v in held[name] if v is not value]
+            put(held)
+            for name in named:
+                if len(held[name]) == 1: del held[name]
 
 # %% ../../nbs/hest/19_passes.ipynb #1bdba379
 @contextlib.contextmanager
@@ -199,6 +205,7 @@ def fewer_passes(
     made = partial(drafting_for, table=table, acceptance=acceptance or shipped_acceptance(),
                    costs=costs, credit=credit, cap=cap, lossy=lossy, means={})
     drafting, plain = made(energy_budget), inner.generate # the model's own
+    drafter = partial(_drafter_for, inner._get_candidate_generator)
     def generate(*args, **kwargs):
         own = (kwargs := by_name(args, kwargs)).pop("energy_budget", None)
         of = drafting if own is None else made(own)
@@ -207,16 +214,19 @@ def fewer_passes(
         check_asked(asked, of.mean is not None)
         kwargs, ends = _asks_for_drafts(kwargs, asked.get("stop_strings"), of)
         token, before = _ENDS.set(ends), _joules(meter)
-        try: out = plain(**kwargs)
+        # in a thread the answer may last longer than the block
+        try:
+            with in_place_of(inner, _get_candidate_generator=drafter): out = plain(**kwargs)
         finally: _ENDS.reset(token)
         if before is not None: ends.drafter.told.joules = _joules(meter) - before
         return _counted(out, ends, told)
-    with in_place_of(inner, generate=generate, _get_candidate_generator=_drafter_for): yield told
+    generate.drafts = True # by which a second block knows this one
+    with in_place_of(inner, generate=generate): yield told
 
 # %% ../../nbs/hest/19_passes.ipynb #aca4d5f9
 def check_drafting(inner, table, costs) -> None:
     "`ValueError` within another block, for a table of another model, or for costs that are none."
-    if "_get_candidate_generator" in vars(inner):
+    if getattr(vars(inner).get("generate"), "drafts", False):
         raise ValueError("fewer_passes is open for this model already: one block at a time, and calls "
                          "of several threads may share it")
     if not isinstance(table, AnswerTable | None):
@@ -232,11 +242,12 @@ def check_drafting(inner, table, costs) -> None:
 # %% ../../nbs/hest/19_passes.ipynb #10759cfd
 def drafting_for(energy_budget, table, acceptance, costs, credit, cap, lossy, means) -> Drafting:
     "`ValueError` for a budget that is none. `means`: budget → how all its calls keep it."
-    numbers = energy_budget, credit, cap
-    if not all(isinstance(n, (int, float)) for n in numbers) or not (
-            energy_budget > 0 and credit >= 0 and cap >= 1):
-        raise ValueError(
-            f"energy_budget {energy_budget}, credit {credit} and cap {cap} must be above 0, from 0 "
-            "on and from 1 on: they count plain passes over one token")
+    numbers = dict(energy_budget=energy_budget, credit=credit, cap=cap)
+    asked = dict(energy_budget="above 0", credit="from 0 on", cap="from 1 on")
+    fits = dict(energy_budget=lambda x: x > 0, credit=lambda x: x >= 0, cap=lambda x: x >= 1)
+    for name, x in numbers.items():
+        if isinstance(x, (int, float)) and fits[name](x): continue
+        raise ValueError(f"{name} is {x!r}, expected a number {asked[name]}: it counts plain passes "
+                         "over one token")
     mean = means.setdefault(energy_budget, mean_budget(energy_budget, lossy))
-    return Drafting(table, acceptance, Spending(costs, *numbers), mean)
+    return Drafting(table, acceptance, Spending(costs, *numbers.values()), mean)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .passes import in_place_of, language_model
+from .shell import GatedLayer
 
 # %% ../../nbs/hest/21_prompt_blocks.ipynb #7df5f461
 def full_depth(
@@ -76,8 +77,11 @@ def shallow_prompt(
     if kind not in READABLE:
         raise ValueError(f"shallow_prompt knows how {', '.join(READABLE)} make keys, not {kind}")
     layers = inner.model.layers
-    if not 0 <= n_blocks < len(layers):
-        raise ValueError(f"n_blocks must lie in 0 to {len(layers) - 1}, one below the model's blocks, got {n_blocks}")
+    if any(isinstance(m, GatedLayer) for m in layers.modules()):
+        raise ValueError("shallow_prompt leaves blocks out of the prompt, and this adapter's gates choose "
+                         "them for each token: take one of the two")
+    if type(n_blocks) is not int or not 0 <= n_blocks < len(layers):
+        raise ValueError(f"n_blocks must lie in 0 to {len(layers) - 1}, one below the model's blocks, got {n_blocks!r}")
     told = dict(full_depth=None)
     # the blocks themselves are not told the labels
     def look(module, args, named):

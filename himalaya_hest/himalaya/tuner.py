@@ -422,7 +422,11 @@ def lora_factors(
     core: HimalayaCore,
     task: int, # index of a finished task
 ) -> dict[str, tuple[Tensor, Tensor]]: # module → A (r, d_in), B (d_out, r): W + B A
-    "A task as a LoRA of the same rank, with lora_alpha = r."
+    """A task as a LoRA of the same rank, with lora_alpha = r; `ValueError` for what is no index of a
+    finished task."""
+    if task not in range(known := len(core.tasks.finished)):
+        raise ValueError(f"task is {task!r}, expected the index of one of {known} finished tasks: "
+                         "model.task_names().index(name)")
     of = task_factors(core.tasks, core.tasks.kept(torch.tensor([task])))
     return {site.name: (read[0], write[0].T)
             for site, read, write in zip(core.sites, of.read, of.write)}

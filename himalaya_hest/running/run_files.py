@@ -230,7 +230,7 @@ def _is_ours(error): # the package's own errors name a place in their words
 
 def _is_mistake(error):
     "Whether an error is about what was asked for, and not a fault of the program."
-    told = isinstance(error, (ValueError, FileNotFoundError))
+    told = isinstance(error, (ValueError, FileNotFoundError, ConnectionError))
     return told or _is_ours(error) or _refused_place(error)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS) # told without a place, where a file is open

@@ -94,6 +94,8 @@ def _yaml_text(path):
     return path.read_text(encoding="utf-8")
 
 # %% ../../nbs/streams/04_stream.ipynb #5f52967f
+_SHORT_FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+
 def _loader():
     """YAML's plain data, but no key may stand twice or be a number (equal hashes can be chosen),
     and nesting and numbers have an end (PyYAML's time grows with their square)."""
@@ -116,6 +118,8 @@ def _loader():
     for kind, made in (("map", _mapping), ("int", _number), ("float", _number),
                        ("set", yaml.SafeLoader.construct_undefined)):
         Loader.add_constructor(f"tag:yaml.org,2002:{kind}", made)
+    # YAML 1.2, and everybody, reads 1e-3 as a number; PyYAML knows 1.0e-3 alone
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SHORT_FLOAT, list("-+.0123456789"))
     return Loader
 
 # %% ../../nbs/streams/04_stream.ipynb #0958fb27

@@ -20,6 +20,7 @@ from ..bridge.facts import describe
 from ..bridge.own_loop import check_trained, tasks_begun
 from ..ground.hooks import HookList, StreamHooks
 from ..ground.processes import num_processes
+from ..measures.text import get_metric
 from ..running.evaluation import EvaluationTask
 from ..running.parameters import MAX_LENGTH
 from ..streams.batching import Collator
@@ -31,9 +32,9 @@ from .rows import (
     TaskRows, chat_of, check_ids, encode_rows, tell_cut_rows)
 from .scores import (
     ContinualScores, answers_of, as_evaluation, check_stop, metric_of, scores_of)
-from himalaya_hest.trainer.settings import (
+from .settings import (
     check_arguments, check_count, check_given, check_groups, given_or_own, method_defaults,
-    steps_asked, training_of)
+    steps_asked, tell_low_rate, training_of)
 
 log = logging.getLogger("himalaya_hest")
 
@@ -108,6 +109,7 @@ def _begin(trainer, max_length):
     trainer.own = method_defaults(model, "+ewc" in trainer.adapter.name)
     log.info("%s: %s where TrainingArguments say nothing", trainer.adapter.name,
              given_or_own(args, trainer.own))
+    tell_low_rate(args, trainer.own)
     trainer.tasks, trainer.position, trainer.unfinished = {}, Position(), None
     trainer.before = describe(model) # an adapter that was loaded has learned tasks already
     if args.gradient_checkpointing:
@@ -147,6 +149,7 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
         raise ValueError(f"the instruction of task {name!r} is {instruction!r}, expected a text; "
                          "leave it out where there is none")
     check_count("max_new_tokens", max_new_tokens)
+    if metric is not None: get_metric(metric) # before anything is learned
     # tokenised once, for training and for what is asked of them
     encoded = encode_rows(name, rows, trainer.processing_class, instruction,
                           trainer.max_length, max_new_tokens)
@@ -245,7 +248,8 @@ def _stranger(trainer, name):
 @patch(as_prop=True)
 def scores(self: ContinualTrainer) -> ContinualScores:
     "Scores of all tasks after each task, as far as they had held-back rows then."
-    return ContinualScores(list(self.tasks), list(self.position.scores))
+    # behind a resume, of those that were named again
+    return ContinualScores(list(self.tasks), self.position.scores[:len(self.tasks)])
 
 @patch
 def evaluate(self: ContinualTrainer,
@@ -270,7 +274,7 @@ def evaluate(self: ContinualTrainer,
         raise ValueError("no rows are held back: give them, evaluate({task: rows}), or to learn "
                          "as eval_rows")
     now = self.scored(asked)
-    earlier = [{n: m for n, m in row.items() if before.get(n)} for row in self.position.scores[:-1]]
+    earlier = [{n: m for n, m in row.items() if before.get(n)} for row in self.position.scores[:len(self.tasks) - 1]]
     return ContinualScores(list(self.tasks), [*earlier, now])
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #2f69ed42

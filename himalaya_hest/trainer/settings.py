@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['LARGE', 'NOT_USED', 'method_of', 'method_defaults', 'check_count', 'check_given', 'check_arguments', 'check_groups',
-           'given_or_own', 'steps_asked', 'training_of', 'make_optimizer']
+           'given_or_own', 'tell_low_rate', 'steps_asked', 'training_of', 'make_optimizer']
 
 # %% ../../nbs/trainer/02_settings.ipynb #bcc73c89
 import dataclasses
 import math
+import warnings
 
 import torch
 from torch import nn
@@ -130,6 +131,18 @@ def given_or_own(
     usual = {f.name: f.default for f in dataclasses.fields(TrainingArguments)}
     said = {n: getattr(args, n) for n in _FROM_METHOD}
     return {n: own[n] if v == usual[n] else v for n, v in said.items()}
+
+# %% ../../nbs/trainer/02_settings.ipynb #7ca2f7cb
+def tell_low_rate(
+    args: TrainingArguments,
+    own: dict, # of the method, from `method_defaults`
+) -> None:
+    "A warning where the rate that is given lies far below the method's own."
+    rate = given_or_own(args, own)["learning_rate"]
+    if rate < own["learning_rate"] / 10:
+        warnings.warn(
+            f"learning_rate={rate:g} is less than a tenth of the {own['learning_rate']:g} that this "
+            "method is trained with; leave it out, and it is the method's own", stacklevel=2)
 
 # %% ../../nbs/trainer/02_settings.ipynb #70ac805e
 def steps_asked(
