@@ -374,6 +374,7 @@ class LoraBankConfig(BankSettings, ShellConfig):
         for name, known in dict(bits=(2, 3, 4, 8, 16, 32), router=("nearest", "gaussian")).items():
             if (x := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {x!r}")
+        # a bank of Uni-LoRAs
         n = self.n_numbers
         if n is not None and (n < _GROUP or n % _GROUP):
             raise ValueError(f"n_numbers is {n}, expected a multiple of {_GROUP}")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_JSON', 'FORMAT', 'KEY', 'NEUTRAL', 'UNORDERED', 'FACTS', 'read_json', 'read_tensors', 'in_order',
-           'settings_digest', 'backbone_facts', 'add_metadata', 'known_class', 'write_record', 'short', 'read_record',
-           'check_record', 'check_settings']
+           'settings_digest', 'backbone_facts', 'embeddings_digest', 'add_metadata', 'known_class', 'write_record',
+           'short', 'read_record', 'check_record', 'check_settings']
 
 # %% ../../nbs/bridge/05_header.ipynb #ba3d4a10
 import hashlib
@@ -13,6 +13,7 @@ import json
 import math
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import peft
@@ -103,6 +104,17 @@ def backbone_facts(
     if hasattr(config, "get_text_config"): config = config.get_text_config()
     return {n: v for n in FACTS if isinstance(v := getattr(config, n, None), (int, str))}
 
+# %% ../../nbs/bridge/05_header.ipynb #676159e8
+def embeddings_digest(model: nn.Module) -> str | None: # None: there are none at hand
+    "SHA-256 of the signs of 64 rows of the input embeddings, which stay when tokens are added."
+    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    weight = getattr(table, "weight", None)
+    if weight is None or weight.is_meta or not weight.is_floating_point(): return None
+    # over the common tokens of a large vocabulary
+    step = 97 if len(weight) >= 64 * 97 else 1
+    signs = weight.detach()[:64 * step:step] > 0
+    return hashlib.sha256(signs.cpu().numpy().tobytes()).hexdigest()
+
 # %% ../../nbs/bridge/05_header.ipynb #de9d1259
 def add_metadata(
     path: Path, # .safetensors
@@ -151,7 +163,7 @@ def write_record(
         format=FORMAT,
         version=himalaya_hest.__version__,
         module=known_class(ordered.get("peft_type"), at).__module__,
-        backbone=backbone_facts(backbone))
+        backbone=backbone_facts(backbone), embeddings=embeddings_digest(backbone))
     record |= dict(settings=settings_digest(ordered, record), tensors=tensor_digest(tensors))
     add_metadata(file, KEY, json.dumps(record, sort_keys=True))
     return record
@@ -206,6 +218,11 @@ def check_record(
         raise ValueError(
             f"{path} was saved on another backbone than this {type(backbone).__name__}: "
             f"{', '.join(differ)}; load it on the backbone it was trained on")
+    # what was saved before, and quantised embeddings, have none
+    known = record.get("embeddings"), embeddings_digest(backbone)
+    if all(known) and known[0] != known[1]:
+        warnings.warn(f"{path} was trained over other embeddings than this {type(backbone).__name__} has, as "
+                      "another checkpoint of the same shape would: load it on the backbone it was trained on")
 
 # %% ../../nbs/bridge/05_header.ipynb #3fcfc5d3
 def check_settings(

@@ -160,13 +160,13 @@ def in_place_of(
 ):
     """Attributes of this instance until the block ends; then what was there before, or what blocks
     that go on have put there, in whichever order they end."""
-    # lists, to be told from equal values
     own = {name: [value] for name, value in named.items()}
     def put(held):
         for name in own:
             last, = held[name][-1]
             if last is _NOTHING: module.__dict__.pop(name, None)
             else: module.__dict__[name] = last
+    # values lie in lists, to be told from equal ones
     with _PLACING:
         held = _IN_PLACE.setdefault(module, {})
         for name, value in own.items():
@@ -179,6 +179,14 @@ def in_place_of(
             put(held)
             for name in named:
                 if len(held[name]) == 1: del held[name]
+
+# %% ../../nbs/hest/19_passes.ipynb #bc655656
+@contextlib.contextmanager
+def _drafting_in(inner, ends): # one call of generate
+    plain, token = partial(type(inner)._get_candidate_generator, inner), _ENDS.set(ends)
+    try:
+        with in_place_of(inner, _get_candidate_generator=partial(_drafter_for, plain)): yield
+    finally: _ENDS.reset(token)
 
 # %% ../../nbs/hest/19_passes.ipynb #1bdba379
 @contextlib.contextmanager
@@ -205,7 +213,6 @@ def fewer_passes(
     made = partial(drafting_for, table=table, acceptance=acceptance or shipped_acceptance(),
                    costs=costs, credit=credit, cap=cap, lossy=lossy, means={})
     drafting, plain = made(energy_budget), inner.generate # the model's own
-    drafter = partial(_drafter_for, inner._get_candidate_generator)
     def generate(*args, **kwargs):
         own = (kwargs := by_name(args, kwargs)).pop("energy_budget", None)
         of = drafting if own is None else made(own)
@@ -213,11 +220,8 @@ def fewer_passes(
         asked = all_asked(inner, kwargs)
         check_asked(asked, of.mean is not None)
         kwargs, ends = _asks_for_drafts(kwargs, asked.get("stop_strings"), of)
-        token, before = _ENDS.set(ends), _joules(meter)
-        # in a thread the answer may last longer than the block
-        try:
-            with in_place_of(inner, _get_candidate_generator=drafter): out = plain(**kwargs)
-        finally: _ENDS.reset(token)
+        before = _joules(meter)
+        with _drafting_in(inner, ends): out = plain(**kwargs)
         if before is not None: ends.drafter.told.joules = _joules(meter) - before
         return _counted(out, ends, told)
     generate.drafts = True # by which a second block knows this one

@@ -20,10 +20,11 @@ from .energy_evidence import HOLDS, LESS, ruled
 # %% ../../nbs/study/22_passes.ipynb #dbc4554b
 def passes_records(
     root: str | Path, # of the repository
+    in_float32: bool = False, # of a model that the study has in bfloat16
 ) -> list[dict]:
-    "The records of `bench/passes.py`."
+    "The records of `bench/passes.py`: the study's, or those that show what float32 does."
     found = sorted((Path(root)/"records"/"bench").glob("passes-*.json"))
-    return [plain_json(path) for path in found]
+    return [plain_json(p) for p in found if p.name.startswith("passes-float32") == in_float32]
 
 # %% ../../nbs/study/22_passes.ipynb #4563b58d
 RIGHT_OR_WRONG = {"label_accuracy", "exact_match", "token_f1"} # of the last the full score is right
