@@ -23,7 +23,8 @@ from himalaya_hest.workshop.measuring import called, circumstances, write_record
 
 def begun(folder, tasks):
     "The run as a process; the same command begins it and goes on with it."
-    of = ["stream=mini1000", f"n_tasks={tasks}", "adapter_config.r=4",
+    form = "r=5", "n_coordinates=256", "n_core=52" # as the grid tasks_1000 has it
+    of = ["stream=mini1000", f"n_tasks={tasks}", *(f"adapter_config.{x}" for x in form),
         "evaluation.latency_pairs=0", f"results_dir={folder}"]
     return subprocess.Popen([sys.executable, "-m", "himalaya_hest.jobs.run", *of], stdout=subprocess.DEVNULL)
 
