@@ -41,6 +41,7 @@ _NAMES = { # module → what it gives to the face
     "bridge.register": "register_peft_method",
     "bridge.saved": "load_adapter save_adapter",
     "himalaya.tuner": "HimalayaConfig lora_factors",
+    "himalaya.as_lora": "save_as_lora",
     "hest.tuner": "HestConfig",
     "hest.energy_budget": "Joules",
     "hest.drafts": "learn_table load_table save_table",

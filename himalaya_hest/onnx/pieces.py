@@ -131,7 +131,7 @@ def routed_refusal(tuner) -> str | None:
     if not bank and (core.abstain is not None or not core.router.content.k):
         return (
             "a graph finds a task for every prompt, and this adapter was made with abstain or with "
-            "n_features = 0: lora_factors gives one task of it for another server"
+            "n_features = 0: save_as_lora gives one task of it for another server"
         )
     if bank and (why := bank_refusal(core)): return why
     if not (int(core.used) if bank else len(core.tasks.finished)):
