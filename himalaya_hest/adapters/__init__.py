@@ -26,4 +26,5 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.adapters", {
     "registry": "Adapter adapter_bytes adapter_table adapter_tensors build_adapter load_adapter_tensors",
     "citations": "bibtex citation_table",
     "convert": "convert_adapter",
+    "as_lora": "save_as_lora",
 })

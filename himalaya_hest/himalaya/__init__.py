@@ -14,5 +14,4 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.himalaya", {
     "task_cores": "TaskCores task_update",
     "router": "Router",
     "tuner": "HimalayaConfig HimalayaModel lora_factors",
-    "as_lora": "save_as_lora",
 })
