@@ -159,6 +159,7 @@ def cost_aims(
     deep = {r["method"]: r["workloads"]["forward"]["of_bare"]["median_of_ratios"]
             for r in read("torch_overhead")["rows"] if (r["width"], r["layers"]) == (1024, 28)}
     lines = read("claims")["package"]["lines"]["default"]["method"]["code"]
+    served = [r for r in read("onnx_latency")["1024"]["rows"] if r["adapter"] == "himalaya"]
     return [
         aim_row("task 1,000 beside task 10: time to learn", 1.2, False,
                 *_ratio(last["learn"]["of_first"])),
@@ -170,6 +171,9 @@ def cost_aims(
         *(aim_row(f"d = 1024, 28 layers: a prompt's pass{how} beside the bare backbone's", 1.05,
                   False, *_ratio(deep[method]))
           for method, how in (("himalaya", ""), ("himalaya-folded", " with one task folded in"))),
+        *(aim_row(f"d = 1024, 4 layers, ONNX Runtime, threads {r['threads']}: {what} beside the bare "
+                  "backbone's", 1.05, False, *_ratio({k: 1 + x for k, x in r[kind]["overhead"].items()}))
+          for r in served for kind, what in (("prefill", "a prompt"), ("decode", "a token"))),
         aim_row("lines of the method that its default needs", 400, False, lines, (lines, lines)),
     ]
 
