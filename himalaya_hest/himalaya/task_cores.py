@@ -130,8 +130,7 @@ def unpack_tasks(
     bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]: # (u, r, R), (u, r, R), (u, *shape) float32
     "What the bytes stand for; directions are unit again, as in training."
-    parts = packed_parts(rows, shape, r, R, bits)
-    q, d, core = (dequantise_groups(*part, _GROUP) for part in parts)
+    q, d, core = (dequantise_groups(*p, _GROUP) for p in packed_parts(rows, shape, r, R, bits))
     return unit(q.view(-1, r, R)), unit(d.view(-1, r, R)), core.view(-1, *shape)
 
 # %% ../../nbs/himalaya/02_task_cores.ipynb #471649fb
@@ -181,9 +180,8 @@ def live(self: TaskCores) -> tuple[Tensor, Tensor, Tensor]: # (1, r, R), (1, r, 
 def kept(self: TaskCores,
     tasks: Tensor, # (u,) int64
 ) -> tuple[Tensor, Tensor, Tensor]: # as `live` gives them, of u tasks
-    q, d, core = unpack_tasks(
-        self.finished.rows[tasks], self.core.shape, self.r, self.R, self.bits)
-    return q, d, self.at_sites(core)
+    *qd, core = unpack_tasks(self.finished.rows[tasks], self.core.shape, self.r, self.R, self.bits)
+    return *qd, self.at_sites(core)
 
 # %% ../../nbs/himalaya/02_task_cores.ipynb #d11fd02d
 @dataclass
