@@ -77,7 +77,7 @@ def shallow_prompt(
     if kind not in READABLE:
         raise ValueError(f"shallow_prompt knows how {', '.join(READABLE)} make keys, not {kind}")
     layers = inner.model.layers
-    if any(isinstance(m, GatedLayer) for m in layers.modules()):
+    if n_blocks and any(isinstance(m, GatedLayer) for m in layers.modules()):
         raise ValueError("shallow_prompt leaves blocks out of the prompt, and this adapter's gates choose "
                          "them for each token: take one of the two")
     if type(n_blocks) is not int or not 0 <= n_blocks < len(layers):
