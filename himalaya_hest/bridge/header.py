@@ -219,8 +219,8 @@ def check_record(
             f"{path} was saved on another backbone than this {type(backbone).__name__}: "
             f"{', '.join(differ)}; load it on the backbone it was trained on")
     # what was saved before, and quantised embeddings, have none
-    known = record.get("embeddings"), embeddings_digest(backbone)
-    if all(known) and known[0] != known[1]:
+    was, now = record.get("embeddings"), embeddings_digest(backbone)
+    if was and now and was != now:
         warnings.warn(f"{path} was trained over other embeddings than this {type(backbone).__name__} has, as "
                       "another checkpoint of the same shape would: load it on the backbone it was trained on")
 

@@ -108,7 +108,7 @@ def refuse_trained_table(config, model) -> None:
         raise ValueError(
             f"this adapter reads prompts by {name}, which modules_to_save would train: what was kept "
             "of earlier tasks would not fit any more. Leave it out of modules_to_save")
-    if shared := [*(config.modules_to_save or ())]:
+    if shared := config.modules_to_save:
         warnings.warn(
             f"modules_to_save={shared}: each task trains them on, and finished tasks answer with what "
             "the last one left. What this adapter keeps of a task lies in its own bytes alone")
