@@ -1025,6 +1025,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                      'himalaya_hest/bridge/update.py'),
                                              'himalaya_hest.bridge.update.Update.apply': ( 'bridge/update.html#update.apply',
                                                                                            'himalaya_hest/bridge/update.py'),
+                                             'himalaya_hest.bridge.update.Update.shared': ( 'bridge/update.html#update.shared',
+                                                                                            'himalaya_hest/bridge/update.py'),
                                              'himalaya_hest.bridge.update.ball': ( 'bridge/update.html#ball',
                                                                                    'himalaya_hest/bridge/update.py'),
                                              'himalaya_hest.bridge.update.check_routed': ( 'bridge/update.html#check_routed',

@@ -14,7 +14,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import nn
 
-from ..himalaya.tuner import lora_factors
+from ..himalaya.tuner import lora_factors, place_of
 
 # %% ../../nbs/adapters/19_as_lora.ipynb #32f8c170
 def target_names(
@@ -34,11 +34,8 @@ def save_as_lora(
     dtype: torch.dtype = torch.float32, # of the saved numbers
 ) -> None:
     "Write a task as a LoRA that PEFT loads; `ValueError` for a name that no task has."
-    known, core = model.task_names(), model.base_model.core()
-    if task not in known:
-        told = ", ".join(known) or "none"
-        raise ValueError(f"no task has the name {task!r}; this adapter has {told}")
-    factors, r = lora_factors(core, known.index(task)), core.tasks.r
+    core = model.base_model.core()
+    factors, r = lora_factors(core, place_of(core, task)), core.tasks.r
     # B A is scaled by lora_alpha / r
     LoraConfig(
         task_type=model.active_peft_config.task_type, r=r, lora_alpha=r, inference_mode=True,

@@ -59,6 +59,13 @@ def apply(self: Update,
     y[0].addmm_(torch.mm(x[0], held[0]), held[1])
     return y
 
+# %% ../../nbs/bridge/12_update.ipynb #964f5a3c
+@patch
+def shared(self: Update, # of one sequence
+    acts: Tensor, # (b,) how much of it each of b sequences takes
+) -> Update: # of b sequences, with the same vectors
+    return Update([acts[:, None] * v for v in self.strength], self.read, self.write)
+
 # %% ../../nbs/bridge/12_update.ipynb #616dc13a
 flop_registry.setdefault(torch.ops.aten.addmm_, flop_registry[torch.ops.aten.addmm])
 

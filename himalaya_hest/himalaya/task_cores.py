@@ -156,7 +156,7 @@ class TaskCores(nn.Module):
         shared = n_core is not None
         self.at_sites = SharedCores(len(sites), r, n_core, seed) if shared else nn.Identity()
         self.finished = RowStack(task_bytes(len(sites), r, R, bits, n_core), dtype=torch.uint8)
-        self._widened = None # bytes of a task, and its factors, see `widened`
+        self._widened = None # bytes of a task, and its update, see `widened`
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
@@ -248,7 +248,7 @@ def frames_digest(self: TaskCores) -> str:
 @patch
 def widened(self: TaskCores,
     task: int, # a finished one
-) -> TaskFactors: # of one sequence
+) -> Update: # of one sequence
     "What a task's bytes stand for at every site; made once for prompts that follow one another."
     # read once: another thread may put another task there
     row, held = self.finished.rows[task], self._widened
@@ -256,7 +256,7 @@ def widened(self: TaskCores,
         # tensors made in inference mode could not be used outside of it
         with torch.inference_mode(False), torch.no_grad(), full_precision(row):
             of = task_factors(self, self.kept(torch.tensor([task], device=row.device)))
-        held = self._widened = row.clone(), of
+            held = self._widened = row.clone(), batch_update(of, self.q.new_ones(1, 1))
     return held[1]
 
 @patch

@@ -68,9 +68,12 @@ def task_names(core) -> list[str]: # of finished tasks, then of the one in train
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in core.names.rows.tolist()]
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #9c5132e2
-def place_of(core, name: str) -> int | None: # of the task of that name
+def place_of(core, name: str) -> int: # index of the task of that name
+    "`ValueError` for a name that no task has."
     same = (core.names.rows == name_row(name).to(core.names.rows)).all(1).nonzero()
-    return int(same[0]) if len(same) else None
+    if len(same): return int(same[0])
+    known = ", ".join(task_names(core)) or "none"
+    raise ValueError(f"no task has the name {name!r}; this adapter has {known}")
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #4da10473
 def router_bytes(
@@ -224,8 +227,11 @@ def task_route(
         q, d, small = _numbers(core, tasks)
         return task_factors(cores, (q, d, small * acts[:, None, None, None]))
     chosen, which = tasks.unique(return_inverse=True)
-    kept = len(chosen) == 1 and int(chosen) < len(cores.finished)
-    of = cores.widened(int(chosen)) if kept else task_factors(cores, _numbers(core, chosen))
+    if len(chosen) == 1 and int(chosen) < len(cores.finished):
+        one = cores.widened(int(chosen))
+        # what a lone prompt makes of it is there for the next one
+        return one if len(e) == 1 else one.shared(acts)
+    of = task_factors(cores, _numbers(core, chosen))
     # many tasks: each sequence has the factors of its own; else all have those of the few
     if 1 < len(chosen) and 2 * len(chosen) > len(e): return of.rows(which, acts)
     weight = torch.nn.functional.one_hot(which, len(chosen)).to(e) * acts[:, None]
@@ -238,10 +244,11 @@ class HimalayaHooks(CoreHooks):
     def on_task_start(self, task: TaskContext):
         core, router = self.core, self.core.router
         self.on_task_failed() # of one that was begun, and never ended
-        if place_of(core, task.name) is not None:
+        name = name_row(task.name)
+        if task.name in task_names(core):
             raise ValueError(f"a task has the name {task.name!r} already: give another")
         if router.content.k: router.add(*self.contexts_of(task.loader))
-        core.names.add(name_row(task.name))
+        core.names.add(name)
         core.tasks.begin(1_000_003 * self.seed + len(core.tasks.finished))
         core.current.fill_(0)
     @torch.no_grad()
@@ -369,11 +376,7 @@ def set_task(self: HimalayaModel,
 ) -> None:
     "Use one task for every prompt from here on; `ValueError` for a name that no task has."
     core = self.core(adapter_name)
-    if name is None: core.set_by_hand = None; return
-    if (place := place_of(core, name)) is None:
-        known = ", ".join(task_names(core)) or "none"
-        raise ValueError(f"no task has the name {name!r}; this adapter has {known}")
-    core.set_by_hand = place
+    core.set_by_hand = None if name is None else place_of(core, name)
 
 @patch(as_prop=True)
 def finds_tasks(self: HimalayaModel) -> bool:
