@@ -428,8 +428,8 @@ def main():
         if not a.again and any(same(r, key | settings | dict(code=digest)) for r in known):
             print(f"{i}/{len(todo)} {width:5} {method}: in the record", flush=True); continue
         began = time.perf_counter()
-        row = key | settings | dict(code=digest, command=told["command"],
-            commit=told["commit"]) | measured(method, width, a)
+        row = key | settings | dict(code=digest) | {
+            k: told[k] for k in ("command", "machine", "commit")} | measured(method, width, a)
         if not a.no_memory:
             row["peak_memory_mb"] = dict(method=memory_of(method, width, a),
                 bare=next((r["peak_memory_mb"]["bare"] for r in known if r["width"] == width
