@@ -564,6 +564,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                       'himalaya_hest/bridge/facts.py'),
                                             'himalaya_hest.bridge.facts._is_number': ( 'bridge/facts.html#_is_number',
                                                                                        'himalaya_hest/bridge/facts.py'),
+                                            'himalaya_hest.bridge.facts._is_text': ( 'bridge/facts.html#_is_text',
+                                                                                     'himalaya_hest/bridge/facts.py'),
                                             'himalaya_hest.bridge.facts._maps': ( 'bridge/facts.html#_maps',
                                                                                   'himalaya_hest/bridge/facts.py'),
                                             'himalaya_hest.bridge.facts.describe': ( 'bridge/facts.html#describe',

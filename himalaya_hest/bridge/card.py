@@ -62,7 +62,8 @@ def loading_text(
 CHAT = {
     None: "not recorded",
     True: "used in training: ask through the tokenizer's chat template, as a chat pipeline does",
-    False: "not used in training: ask with plain text; a chat pipeline would ask in another form",
+    False: "not used in training: ask with plain text, the instruction, a line end, the prompt and a "
+           "line end; a chat pipeline would ask in another form",
 }
 
 def table(
@@ -101,10 +102,12 @@ def adapter_text(
     about |= weight_words(model.base_model, name) | {"chat template": CHAT[facts.chat_template]}
     text = [f"# {kind.value} adapter `{name}`", table([("", ""), *about.items()])]
     # the names that anything is known of, in the order of the stream
-    told = [t for t in dict.fromkeys([*facts.tasks, *facts.scores]) if t in facts.rows | facts.scores]
+    columns = {"rows of training": facts.rows, facts.metric or "score": facts.scores}
+    if any(facts.instructions.values()): columns["instruction"] = facts.instructions
+    told = [t for t in dict.fromkeys([*facts.tasks, *facts.scores]) if any(t in of for of in columns.values())]
     if told:
-        rows = [(t, facts.rows.get(t, ""), facts.scores.get(t, "")) for t in told]
-        text.append(table([("task", "rows of training", facts.metric or "score"), *rows]))
+        rows = [(t, *(of.get(t, "") for of in columns.values())) for t in told]
+        text.append(table([("task", *columns), *rows]))
     if hasattr(kind, "from_outside"):
         text.append(loading_text(kind.value, PEFT_TYPE_TO_CONFIG_MAPPING[kind].__module__))
     return "\n\n".join(text)

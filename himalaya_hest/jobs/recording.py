@@ -95,7 +95,8 @@ def _tell_card(run):
         # in the order learned; a checkpoint keeps them by name
         scores={n: scores[n]["score"] for n in run.order if n in scores},
         metric="score at the end of the stream",
-        chat_template=hasattr(run.tokenizer, "chat"))
+        chat_template=hasattr(run.tokenizer, "chat"),
+        instructions={n: run.data[n].task.instruction for n in run.order})
 
 # %% ../../nbs/jobs/08_recording.ipynb #fecfd220
 def _streamed(config, quiet, hooks, on_task, tracker, process):

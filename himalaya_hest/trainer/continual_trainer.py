@@ -224,7 +224,8 @@ def tell_card(self: ContinualTrainer) -> None:
         rows=before.rows | rows,
         scores={n: m["score"] for n, m in last.items()}, metric="score on held-back rows",
         chat_template=bool(before.chat_template)
-        or any(t.form == "chat" for t in self.tasks.values()))
+        or any(t.form == "chat" for t in self.tasks.values()),
+        instructions=before.instructions | {n: t.instruction for n, t in self.tasks.items()})
 
 @patch
 def scored(self: ContinualTrainer,
@@ -242,7 +243,7 @@ def _stranger(trainer, name):
     known = ", ".join(trainer.tasks) or "none"
     if name not in trainer.before.tasks: return f"task {name!r} was not learned; learned: {known}"
     return (f"task {name!r} was learned before this trainer was made, which knows nothing of its "
-            f"instruction and answers: ask model.generate; learned here: {known}")
+            f"answers: ask model.generate; learned here: {known}")
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #76bf56ae
 @patch(as_prop=True)
