@@ -262,7 +262,12 @@ def _asked_runs(args, grid):
     there = {r["run_id"] for r in read_grid(args.without)} if args.without else ()
     shared = [f"training.num_processes={args.processes}"] if args.processes > 1 else []
     base = _over(grid["base"], read_arguments(args.changes + shared))
-    named = named_runs(combinations(grid | dict(base=base), args.pairs), args.results_dir)
+    def runs_of(pairs): return combinations(grid | dict(base=base), pairs)
+    # more than there are would be taken for as many
+    if args.pairs and len(runs_of(args.pairs - 1)) == len(runs_of(args.pairs)):
+        raise ValueError(f"--pairs is {args.pairs}, and the grid has fewer (seed, order) pairs: "
+                         f"`pairs` in {args.grid} says how many")
+    named = named_runs(runs_of(args.pairs), args.results_dir)
     found = {o: fnmatch.filter(named, o) for o in args.only}
     if strange := [o for o, runs in found.items() if not runs]:
         raise ValueError(f"--only {strange[0]}: none of the grid's runs has such a name"
