@@ -162,10 +162,10 @@ def main():
         ids = torch.tensor([prompts[0]["input_ids"]])
         compile_s = {k: first_answer(m, ids) for k, (m, _, _) in kinds.items() if "compiled" in k}
         costs = {k: pass_costs(m) for k, (m, _, _) in kinds.items()}
+        rows = data.train.to_list()
         found = generated(
-            a, kinds, prompts, stop_ids(run.tokenizer), learn_table(references(data)), costs)
-        rows = data.train.to_list()[:a.rows]
-        nats = {k: np.array([losses(m, r, a.target_tokens) for r in rows])
+            a, kinds, prompts, stop_ids(run.tokenizer), learn_table(references(rows)), costs)
+        nats = {k: np.array([losses(m, r, a.target_tokens) for r in rows[:a.rows]])
             for k, (m, _, _) in kinds.items()}
         told = described(kinds, found, nats, costs, compile_s)
     for k, r in told.items(): print(k, r, flush=True)
