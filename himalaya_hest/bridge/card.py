@@ -101,10 +101,11 @@ def adapter_text(
     if facts.tasks: about["tasks learned"] = f"{len(facts.tasks)}: {', '.join(facts.tasks)}"
     about |= weight_words(model.base_model, name) | {"chat template": CHAT[facts.chat_template]}
     text = [f"# {kind.value} adapter `{name}`", table([("", ""), *about.items()])]
-    # the names that anything is known of, in the order of the stream
     columns = {"rows of training": facts.rows, facts.metric or "score": facts.scores}
     if any(facts.instructions.values()): columns["instruction"] = facts.instructions
-    told = [t for t in dict.fromkeys([*facts.tasks, *facts.scores]) if any(t in of for of in columns.values())]
+    # the names that anything is known of, in the order of the stream
+    known = set().union(*columns.values())
+    told = [t for t in dict.fromkeys([*facts.tasks, *facts.scores]) if t in known]
     if told:
         rows = [(t, *(of.get(t, "") for of in columns.values())) for t in told]
         text.append(table([("task", *columns), *rows]))

@@ -263,17 +263,18 @@ def _asked_runs(args, grid):
     shared = [f"training.num_processes={args.processes}"] if args.processes > 1 else []
     base = _over(grid["base"], read_arguments(args.changes + shared))
     def runs_of(pairs): return combinations(grid | dict(base=base), pairs)
+    asked = runs_of(args.pairs)
     # more than there are would be taken for as many
-    if args.pairs and len(runs_of(args.pairs - 1)) == len(runs_of(args.pairs)):
+    if args.pairs and len(runs_of(args.pairs - 1)) == len(asked):
         raise ValueError(f"--pairs is {args.pairs}, and the grid has fewer (seed, order) pairs: "
                          f"`pairs` in {args.grid} says how many")
-    named = named_runs(runs_of(args.pairs), args.results_dir)
+    named = named_runs(asked, args.results_dir)
     found = {o: fnmatch.filter(named, o) for o in args.only}
     if strange := [o for o, runs in found.items() if not runs]:
         raise ValueError(f"--only {strange[0]}: none of the grid's runs has such a name"
                          + "; parameters go in front of --only" * ("=" in strange[0]))
-    asked = {r for runs in found.values() for r in runs}
-    return {r: p for r, p in named.items() if r in asked and r not in there}
+    chosen = {r for runs in found.values() for r in runs}
+    return {r: p for r, p in named.items() if r in chosen and r not in there}
 
 # %% ../../nbs/jobs/21_grid.ipynb #1e1b602f
 def _options(args):
