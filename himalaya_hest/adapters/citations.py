@@ -150,14 +150,12 @@ def bibtex(
     return "\n\n".join([f"% {name}: {told}"] * bool(told) + [known[k].bibtex() for k in keys])
 
 # %% ../../nbs/adapters/17_citations.ipynb #a6674098
-def citation_table(
-    names: list[str] | None = None, # adapters; None: all that are listed
-) -> Table: # a row an adapter
-    "Adapters, what to cite for each, and where it is found."
+def citation_table() -> Table: # a row an adapter
+    "All listed adapters, what to cite for each, and where it is found."
     known = load_citations()
     def linked(k): return f"[{k}]({known[k].link})" if known[k].link else k
     def row(name):
         keys, told = keys_of(name)
         return [f"`{name}`", ", ".join(map(linked, keys)) or "none", told or ""]
-    rows = [row(n) for n in names or sorted(METHODS)]
+    rows = [row(n) for n in sorted(METHODS)]
     return Table("What to cite, by adapter", ["adapter", "keys", "remark"], rows)

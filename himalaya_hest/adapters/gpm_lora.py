@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..ground.hooks import StreamHooks, TaskContext
 from ..ground.linalg import or_before
 from ..bridge.register import add_peft_type, register_peft_method
+from ..bridge.shell import SAME_INPUT
 from ..ground.rows import RowStack
 
 add_peft_type("GPM_LORA")
@@ -149,8 +150,6 @@ class GpmLoraConfig(LoraConfig):
                              "defined for; leave it out")
 
 # %% ../../nbs/adapters/06_gpm_lora.ipynb #7078273e
-_SHARED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}) # siblings that read one input
-
 def _give_memory(layer, kind, adapter_name, linear):
     "A basis of that map's inputs, under a name by which PEFT saves and deletes it."
     if not hasattr(layer, kind):
@@ -178,7 +177,7 @@ class GpmLoraModel(LoraModel):
         for key, m in self.model.named_modules():
             if not isinstance(m, LoraLayer) or name not in m.lora_A and name not in m.lora_embedding_A: continue
             parent, _, leaf = key.rpartition(".")
-            same = next((i for i, s in enumerate(_SHARED) if leaf in s), leaf)
+            same = next((i for i, s in enumerate(SAME_INPUT) if leaf in s), leaf)
             groups.setdefault((parent, same), []).append(m)
         return list(groups.values())
 

@@ -9,32 +9,11 @@ __all__ = ['command_of']
 import shlex
 from dataclasses import asdict
 
-from ..adapters.defaults import EWC_DEFAULTS, searched_defaults, training_defaults
-from ..running.names import told_length
-from himalaya_hest.running.parameters import (
-    EnergyParameters, EvaluationParameters, RunConfig, TrainingParameters, checked,
-)
-from himalaya_hest.running.scales import (
-    REVISIONS, SCALES, STUDIES, energy_training, of_study,
-)
+from ..adapters.defaults import EWC_DEFAULTS, searched_defaults
+from ..running.parameters import EnergyParameters, RunConfig, checked
+from ..running.resolve import resolved_evaluation, resolved_training
+from ..running.scales import REVISIONS, SCALES, STUDIES, of_study
 from ..streams.stream import load_stream, stream_names
-
-# %% ../../nbs/compare/14_command.ipynb #2e6d9be3
-def _usual_training(c): # a run's parameters
-    "Training parameters that this adapter has in this study and scale."
-    of = [c[k] for k in ("adapter", "preset", "scale")]
-    plain = asdict(TrainingParameters())
-    chosen = training_defaults(*of) | energy_training(*of, c["study"], c["adapter_config"])
-    opened = lambda values: {k: v for k, v in values.items() if plain[k] is None}
-    plain |= opened(chosen)
-    plain |= of_study(c["study"], c["scale"], "training")
-    plain |= opened(SCALES[c["scale"]]["training"])
-    return plain | dict(max_length=told_length(c["model"], plain["max_length"]))
-
-def _usual_evaluation(c):
-    "Evaluation parameters of this study and scale."
-    plain = asdict(EvaluationParameters()) | SCALES[c["scale"]]["evaluation"]
-    return plain | of_study(c["study"], c["scale"], "evaluation")
 
 # %% ../../nbs/compare/14_command.ipynb #a5bab290
 def _usual_groups(c): # a run's parameters
@@ -43,10 +22,11 @@ def _usual_groups(c): # a run's parameters
     energy = asdict(EnergyParameters()) | of_study(c["study"], c["scale"], "energy")
     # of an adapter of one's own nothing was searched
     found = {} if c["adapter_module"] else searched_defaults(c["adapter"], c["preset"], c["scale"])
+    silent = RunConfig(**c | dict(training={}, evaluation={}))
     ewc = EWC_DEFAULTS | found.get("ewc", {}) if c["adapter"].endswith("+ewc") else {}
     return dict(
-        training=_usual_training(c),
-        evaluation=_usual_evaluation(c),
+        training=resolved_training(silent),
+        evaluation=resolved_evaluation(silent),
         energy=energy if studied else {},
         ewc=ewc,
         adapter_config=found.get("adapter_config", {}),

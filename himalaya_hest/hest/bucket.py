@@ -132,10 +132,6 @@ def crop(self: TokenBuckets, length: int) -> None:
     "Keep the first slots."
     for b in self.banks: del b[length:]
 
-# %% ../../nbs/hest/10_bucket.ipynb #0b134622
-@patch
-def reset(self: TokenBuckets) -> None: self.crop(0)
-
 # %% ../../nbs/hest/10_bucket.ipynb #27dceb02
 @patch
 def copy(self: TokenBuckets) -> TokenBuckets:

@@ -125,7 +125,6 @@ class CallBuckets:
     def select(self, indices): [b.select(indices) for b in self._all()]
     def repeat(self, n): [b.repeat(n) for b in self._all()]
     def crop(self, length): [b.crop(length) for b in self._all()]
-    def reset(self): [b.reset() for b in self._all()]
 
 # %% ../../nbs/hest/12_energy_budget.ipynb #f457829d
 @dataclass(repr=False)

@@ -65,11 +65,9 @@ class RoundedWeight:
 # %% ../../nbs/hest/08_int8.ipynb #a247a86a
 def filled_up(
     a: Tensor, # (n, d)
-    least: int = 24, # rows; CUDA's kernel takes more than 16
-    multiple: int = 8,
-) -> Tensor: # (at least `least` and a multiple, d)
-    "With rows of zeros below, as many as a kernel wants."
-    missing = max(least, -(-len(a) // multiple) * multiple) - len(a)
+) -> Tensor: # (at least 24 and a multiple of 8, d)
+    "With rows of zeros below: CUDA's kernel takes more than 16, by eights."
+    missing = max(24, -(-len(a) // 8) * 8) - len(a)
     return torch.nn.functional.pad(a, (0, 0, 0, missing)) if missing else a
 
 # %% ../../nbs/hest/08_int8.ipynb #f96a7a42
@@ -91,8 +89,9 @@ def by_onednn(a: Tensor, w: RoundedWeight) -> Tensor:
     )
 
 # %% ../../nbs/hest/08_int8.ipynb #bc1c903e
-def by_float(a: Tensor, w: RoundedWeight, piece: int = 1024) -> Tensor:
+def by_float(a: Tensor, w: RoundedWeight) -> Tensor:
     "Sums of integers in floating point, in pieces that are exact."
+    piece = 1024 # 127² of it are below the 2²⁴ up to which float32 has every integer
     with torch.autocast(a.device.type, enabled=False):
         sums = [
             a[:, i:i + piece].float() @ w.codes[:, i:i + piece].float().T
@@ -328,11 +327,8 @@ def plain_weight(
     module: nn.Module, # a linear layer
 ) -> Tensor: # (d_out, d_in) floating point
     "A layer's weight; one in the 4 or 8 bits of bitsandbytes is dequantised."
-    weight = module.weight
-    if hasattr(weight, "quant_state") or hasattr(weight, "SCB"):
-        from peft.utils.integrations import dequantize_module_weight
-        weight = dequantize_module_weight(module)
-    return weight.detach()
+    from peft.utils.integrations import dequantize_module_weight
+    return dequantize_module_weight(module).detach()
 
 # %% ../../nbs/hest/08_int8.ipynb #379dac47
 class Int8Matrix:

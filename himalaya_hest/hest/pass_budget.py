@@ -85,7 +85,7 @@ def pass_costs(
                      a_prompt / context / least[0])
 
 # %% ../../nbs/hest/18a_pass_budget.ipynb #fe44612c
-def _decision_s(context, n_tokens, rounds=20): # process time of guessing and choosing
+def _decision_s(context, n_tokens): # process time of guessing and choosing
     text, acceptance, costs, clock = Lookup(), shipped_acceptance(), COSTS[:1] * n_tokens, clock_of("cpu")
     text.extend([i % 7 for i in range(context)])
     # one that knows what comes, so that both kinds of guesses are there
@@ -95,7 +95,7 @@ def _decision_s(context, n_tokens, rounds=20): # process time of guessing and ch
         text.extend([len(text.ids) % 7])
         chosen_draft(both_guesses(text, table, n_tokens - 1), acceptance, costs, (.5, .4), True)
         return clock() - start
-    return min(once() for _ in range(rounds))
+    return min(once() for _ in range(20))
 
 # %% ../../nbs/hest/18a_pass_budget.ipynb #b8e8369f
 SHIPPED_COSTS = PassCosts((COSTS,), drafting=.002, prompt_token=.037)

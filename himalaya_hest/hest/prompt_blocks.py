@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from .blocks import rotated
 from .passes import in_place_of, language_model
 from .shell import GatedLayer
 
@@ -31,7 +31,7 @@ def _keys_and_values(layer, states, position_embeddings, cache): # of tokens tha
     shape = (*normed.shape[:-1], -1, attention.head_dim)
     key, value = (p(normed).view(shape).transpose(1, 2)
                   for p in (attention.k_proj, attention.v_proj))
-    _, key = apply_rotary_pos_emb(key, key, *position_embeddings)
+    key = rotated(key, *position_embeddings)
     cache.update(key, value, attention.layer_idx)
 
 # %% ../../nbs/hest/21_prompt_blocks.ipynb #097c4c40

@@ -18,7 +18,6 @@ from fastcore.basics import patch
 # here
 from peft import TaskType
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig, ShellModel
@@ -33,6 +32,7 @@ from .energy_budget import Joules
 from .gate_costs import (
     CPU_COST_INT8, GateCosts, block_cost, block_costs, direction_costs)
 from .gates import FIRST_STD, TEMPERATURE
+from .int8 import plain_weight
 from .passing import (
     PASSED, BlockForward, GatedLayer, LastPass, after_forward, before_forward, enter_block, receive)
 from .presets import LEARNING_RATE
@@ -190,9 +190,7 @@ def check_floor(
 def _start(module, rank, seed): # U (R, d_out), V (R, d_in)
     "The leading singular pairs of a site's matrix, of any number of bits."
     module = getattr(module, "base_layer", module)
-    weight = module.weight
-    if hasattr(weight, "quant_state") or hasattr(getattr(module, "state", None), "SCB"):
-        weight = dequantize_module_weight(module)
+    weight = plain_weight(module)
     try: u, _, v = top_directions(weight.T if hasattr(module, "nf") else weight, rank, seed)
     except ValueError as e: raise ValueError(f"r does not fit this backbone: {e}") from None
     return u, v

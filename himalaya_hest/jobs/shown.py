@@ -68,9 +68,9 @@ def shown(
     with logged(file.parent): return mirror(record, config, file.parent)
 
 # %% ../../nbs/jobs/09_shown.ipynb #a67c54ee
-def _some(texts, most=5):
-    "A few of many, with how many more there are."
-    return ", ".join(texts[:most]) + f" and {len(texts) - most} more" * (len(texts) > most)
+def _some(texts):
+    "Five of many, with how many more there are."
+    return ", ".join(texts[:5]) + f" and {len(texts) - 5} more" * (len(texts) > 5)
 
 def _not_learned(record):
     "Tasks whose last score is not above that of the best constant answer, in words."

@@ -106,7 +106,6 @@ class ReplayMeter(Meter):
     source = "replay"
     def __init__(self,
         trace: list, # (seconds, Joules) pairs, both never falling
-        now: float | None = None, # s; None: the trace's first
     ):
         t, j = np.array(trace, dtype=float).reshape(-1, 2).T
         if len(t) < 2 or (np.diff(t) <= 0).any() or (np.diff(j) < 0).any():
@@ -114,7 +113,7 @@ class ReplayMeter(Meter):
                 "a trace needs two readings or more, later ones at later times and with "
                 f"no fewer Joules; got {len(t)} readings"
             )
-        self.t, self.j, self.now = t, j, float(t[0] if now is None else now)
+        self.t, self.j, self.now = t, j, float(t[0])
     def clock(self): return self.now
     def sleep(self, seconds): self.now += seconds
     def joules(self):

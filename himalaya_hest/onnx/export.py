@@ -227,9 +227,9 @@ def flops_of(
     model: nn.Module,
     pieces: tuple, # of `take_apart`
     arguments: tuple, # of `example`
-    tokens: int = 128, # of the prompt
 ) -> dict[str, int]: # bare and with the adapter, for a token and for a prompt; of the router
-    "Operations with and without the adapter, at batch 1."
+    "Operations with and without the adapter, at batch 1 and for a prompt of 128 tokens."
+    tokens = 128
     (backbone, sites, router), (id_, past, routing), out = pieces, _one_row(arguments), {}
     for kind, n in dict(decode=1, prefill=tokens).items():
         given = id_.expand(1, n), torch.ones(1, n, dtype=torch.long), past

@@ -22,13 +22,11 @@ def run_prompts(
     rows: int = 4, # of each task
 ) -> list[dict]: # batches of one prompt, as `evaluation_batches` makes them
     "The first evaluated prompts of the run's tasks."
-    from himalaya_hest.running.data import load_tasks, row_length, stream_of
+    from himalaya_hest.running.data import load_tasks, row_length, source_of, stream_of
     from himalaya_hest.running.evaluation import evaluation_batches
-    from himalaya_hest.streams.hub import get_source
     config, stream = run.config, stream_of(run.config)
-    source = get_source(config.source, config.data_dir or None, stream.world, config.cache_dir)
     tasks = [d.evaluation for d in load_tasks(
-        config, stream, source, run.tokenizer, row_length(config, run.model)
+        config, stream, source_of(config, stream), run.tokenizer, row_length(config, run.model)
     ).values()]
     # one prompt a batch, so that padding plays no part in a difference
     return evaluation_batches(

@@ -266,10 +266,9 @@ def workloads(
 # %% ../../nbs/onnx/02_session.ipynb #b8b53baa
 def interval(
     ratios: np.ndarray, # (rounds,)
-    seed: int = 0,
 ) -> dict[str, float]: # median, low, high
     "Median and its 95 % bootstrap interval."
-    draws = np.random.default_rng(seed).integers(0, len(ratios), (2000, len(ratios)))
+    draws = np.random.default_rng(0).integers(0, len(ratios), (2000, len(ratios)))
     low, high = np.percentile(np.median(ratios[draws], 1), [2.5, 97.5])
     return dict(median=float(np.median(ratios)), low=float(low), high=float(high))
 
@@ -354,16 +353,15 @@ def measure(
     batch: int = 1,
     pairs: int = 200,
     threads: int = 1,
-    seed: int = 0, # of the prompt and the order
 ) -> dict: # adapter → workload → figures
     "Overhead of each export over the first."
     sessions, vocabulary = _opened(folders, threads)
     # low ids are often special tokens
-    ids = np.random.default_rng(seed).integers(5, vocabulary, (batch, tokens))
+    ids = np.random.default_rng(0).integers(5, vocabulary, (batch, tokens))
     works = {n: workloads(s, ids) for n, s in sessions.items()}
     out = {n: {k: s.info[k] for k in ("flops", "adapter_mb")} for n, s in sessions.items()}
     def timed(kind, names): # all of them in the same rounds
-        return summary(rounds_of({n: works[n][kind] for n in names}, pairs, seed), names).items()
+        return summary(rounds_of({n: works[n][kind] for n in names}, pairs), names).items()
     for kind in ("prefill", "decode"):
         for n, row in timed(kind, list(works)): out[n][kind] = row
     # these are timed alone, since the bare backbone has none to compare with

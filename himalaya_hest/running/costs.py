@@ -68,10 +68,9 @@ def packaged_costs() -> dict:
 
 def cpu_device(
     adapter: str = "lora", # its name
-    costs: dict | None = None, # of `bench/plan.py calibrate`; None: the packaged ones
 ) -> Device:
     "One thread of the CPU on which the packaged costs were measured, for small backbones."
-    known = costs or packaged_costs()["costs"]
+    known = packaged_costs()["costs"]
     return Device("one CPU thread", cpu=True, **known.get(adapter.partition("+")[0], known["lora"]))
 
 # %% ../../nbs/running/09_costs.ipynb #6c1f0a2f

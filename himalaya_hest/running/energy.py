@@ -182,9 +182,9 @@ def _use(self: CostCounter, gates, keys, counted):
 # %% ../../nbs/running/18_energy.ipynb #f98ece7a
 def adapter_multiply_adds(
     adapter: Adapter,
-    n_tokens: int = 32, # of the row that is counted
 ) -> float: # of one token
     "Matrix products that an adapter adds to a forward pass, counted by torch with and without it."
+    n_tokens = 32
     ids = torch.ones(1, n_tokens, dtype=torch.long, device=next(adapter.model.parameters()).device)
     batch = dict(
         input_ids=ids,

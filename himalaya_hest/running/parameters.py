@@ -158,7 +158,8 @@ class EvaluationParameters:
     per_device_eval_batch_size: int | None = parameter(None, POSITIVE)
     # rows of a task during the stream, and of every row of the matrix; None: as the scale says
     max_eval_rows: int | None = parameter(None, POSITIVE)
-    # rows of a task in one more evaluation at the end of the stream; None: as the scale says
+    # rows of a task in one more evaluation at the end of the stream; left out: as the scale says,
+    # None: there is none
     final_eval_rows: int | None = later(None, POSITIVE)
     # generated tokens at most, beside each task's own cap
     max_new_tokens: int | None = parameter(None, POSITIVE)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SKILLS', 'skill', 'joined', 'translate', 'choose_sentence', 'shorten', 'echo', 'look_up', 'look_up_or_missing',
            'around', 'compare', 'check_claim', 'check_reply', 'mood', 'field', 'kind', 'asked', 'entities', 'as_signs',
-           'step', 'generic_example', 'generic_text', 'answer_marks']
+           'step', 'generic_example', 'generic_text']
 
 # %% ../../nbs/streams/14_skills.ipynb #007a92ad
 from himalaya_hest.streams.mini_world import (
@@ -215,15 +215,3 @@ def generic_text(
     "Iterate over the first `n` examples of the generic text."
     dice = Dice("generic", seed)
     return (generic_example(dice) for _ in range(n))
-
-# %% ../../nbs/streams/14_skills.ipynb #5d7793d3
-def answer_marks(
-    task, # a Task of the mini world
-    rows: list, # its rows
-) -> set[str]: # words
-    """Labels of a task (entities: its types),
-    or else the words that stand in all of its answers and not in the prompts."""
-    if task.kind == "entities": return {l.split("-", 1)[1] for l in task.labels if "-" in l}
-    if task.labels: return set(task.labels)
-    examples = [task.format(r) for r in rows]
-    return set.intersection(*(set(e.target.split()) - set(e.prompt.split()) for e in examples))
