@@ -9,7 +9,7 @@ __all__ = ['target_names', 'save_as_lora']
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import nn
@@ -33,15 +33,20 @@ def save_as_lora(
     folder: str | Path, # made if it is not there
     dtype: torch.dtype = torch.float32, # of the saved numbers
 ) -> None:
-    "Write a task as a LoRA that PEFT loads; `ValueError` for a name that no task has."
+    """Write a task as a LoRA that PEFT loads, with what `modules_to_save` trained beside the adapter;
+    `ValueError` for a name that no task has."""
+    config, own = model.active_peft_config, f"base_model.{model.base_model.prefix}core."
     core = model.base_model.core()
     factors, r = lora_factors(core, place_of(core, task)), core.tasks.r
     # B A is scaled by lora_alpha / r
     LoraConfig(
-        task_type=model.active_peft_config.task_type, r=r, lora_alpha=r, inference_mode=True,
+        task_type=config.task_type, r=r, lora_alpha=r, inference_mode=True,
         target_modules=target_names(model.get_base_model(), list(factors)),
-        base_model_name_or_path=model.active_peft_config.base_model_name_or_path,
+        modules_to_save=config.modules_to_save,
+        base_model_name_or_path=config.base_model_name_or_path,
     ).save_pretrained(folder)
-    tensors = {f"base_model.model.{name}.lora_{side}.weight": t.to(dtype).contiguous()
-               for name, pair in factors.items() for side, t in zip("AB", pair)}
+    tensors = {n: t for n, t in get_peft_model_state_dict(model).items() if not n.startswith(own)}
+    tensors |= {f"base_model.model.{name}.lora_{side}.weight": t
+                for name, pair in factors.items() for side, t in zip("AB", pair)}
+    tensors = {n: t.to(dtype).contiguous() for n, t in tensors.items()}
     save_file(tensors, Path(folder, SAFETENSORS_WEIGHTS_NAME), metadata={"format": "pt"})

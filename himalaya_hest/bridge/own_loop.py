@@ -85,6 +85,11 @@ def add_terms(self: Driven, model, args, inputs, output):
 @patch
 def before_step(self: Driven, optimizer, args, kwargs):
     "Step pre-hook: what hooks do to gradients, and copies for afterwards."
+    given, closure = None, args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is not None:
+        # its backward comes first, and the step asks for its value once more
+        with torch.enable_grad(): loss = closure()
+        given = (optimizer, lambda: loss), {}
     if not self.passed:
         raise RuntimeError(
             "a step without a forward pass in training that was given labels: inside "
@@ -99,6 +104,7 @@ def before_step(self: Driven, optimizer, args, kwargs):
     self.hooks.after_backward()
     tracked = self.hooks.tracked_parameters()
     self.old = {n: p.detach().clone() for n, p in tracked.items()}
+    return given
 
 @patch
 def after_step(self: Driven, optimizer, args, kwargs):

@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['SAME_INPUT', 'LLAMA_LIKE', 'QV', 'OF_DECODERS', 'ShellConfig', 'ShellLayer', 'Place', 'widths_of', 'find_places',
-           'tell_unmatched', 'ShellModel', 'home_of', 'add_core', 'check_bare', 'name_linear_layers', 'check_task_type',
-           'refuse_mixed', 'core_bytes', 'drawn_from', 'int8_rows', 'snap_', 'pack', 'unpack_', 'SnapHooks',
-           'check_bits', 'shape_of', 'PairCore', 'tiny_backbone', 'tiny_batch', 'train_a_little']
+           'tell_unmatched', 'ShellModel', 'check_name', 'home_of', 'add_core', 'Carried', 'carry', 'check_bare',
+           'name_linear_layers', 'check_task_type', 'refuse_mixed', 'core_bytes', 'drawn_from', 'int8_rows', 'snap_',
+           'pack', 'unpack_', 'SnapHooks', 'check_bits', 'shape_of', 'PairCore', 'tiny_backbone', 'tiny_batch',
+           'train_a_little']
 
 # %% ../../nbs/bridge/02_shell.ipynb #c4e63641
 import contextlib
 import inspect
 import warnings
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Callable, NamedTuple, Optional, Union
 
 import torch
@@ -197,6 +199,21 @@ def _move_adapter_to_device_of_base_layer(self: ShellModel, adapter_name): # emp
 def _remove_adapter_name_from_key(cls: ShellModel, key, adapter_name):
     return key.replace(f"{cls.prefix}core.{adapter_name}.", f"{cls.prefix}core.", 1)
 
+# %% ../../nbs/bridge/02_shell.ipynb #4a69a42a
+def check_name(
+    name: str, # of an adapter that is to be added
+    core: nn.Module, # its core
+    others: dict[str, nn.Module], # the cores of those that are there
+) -> None:
+    "`ValueError` where one of several adapters is called as a part of a core is."
+    held = (*core.named_parameters(), *core.named_buffers())
+    parts = {p for name, _ in held for p in name.split(".")}
+    # PEFT leaves what has another adapter's name in its own out of an adapter's file
+    if others and (wrong := parts & {name, *others}):
+        raise ValueError(
+            f"an adapter cannot be called {min(wrong)!r} beside others: a part of each has that name, "
+            "and would be missing from their files; give it another name")
+
 # %% ../../nbs/bridge/02_shell.ipynb #e1ce999c
 def home_of(model: nn.Module) -> torch.device: # of its input embeddings, where it has some
     table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -217,6 +234,7 @@ def add_core(tuner: ShellModel, config: ShellConfig, model: nn.Module) -> None:
     tell_unmatched(config, sites)
     if not sites: return # PEFT says which modules it looked for
     core = tuner.make_core(config, sites).train(model.training)
+    check_name(name, core, tuner.cores)
     tuner.cores[name] = core if next(core.parameters()).is_meta else core.to(home_of(model))
 
 # %% ../../nbs/bridge/02_shell.ipynb #f0d3acc9
@@ -224,6 +242,29 @@ def add_core(tuner: ShellModel, config: ShellConfig, model: nn.Module) -> None:
 def install(self: ShellModel, model: nn.Module) -> None:
     "The container of cores; once."
     self.add_module(self.prefix + "core", nn.ModuleDict())
+
+# %% ../../nbs/bridge/02_shell.ipynb #02bf3238
+class Carried:
+    """The checkpoint function of a backbone's layer, which hands on what the call holds. A subclass says
+    what that is (`held`; None: nothing), and runs a function with it (`under`)."""
+    def __init__(self,
+        tuner: ShellModel,
+        checkpoint, # the layer's own, called with a function and its arguments
+    ):
+        self.tuner, self.checkpoint = tuner, checkpoint
+    def __call__(self, function, *args, **kwargs):
+        if (held := self.held()) is None: return self.checkpoint(function, *args, **kwargs)
+        return self.checkpoint(partial(self.under, held, function), *args, **kwargs)
+
+def carry(cls: type[Carried], tuner: ShellModel, layers: list[nn.Module]) -> None: # with gradient_checkpointing
+    "Let the layers that checkpoint hand on what `cls` holds; whoever switches it on sets their function anew."
+    for layer in layers:
+        if not layer.gradient_checkpointing: continue
+        f = layer._gradient_checkpointing_func
+        # adapters over one another wrap each the other's
+        while isinstance(f, Carried) and (type(f), f.tuner) != (cls, tuner): f = f.checkpoint
+        if not isinstance(f, Carried):
+            layer._gradient_checkpointing_func = cls(tuner, layer._gradient_checkpointing_func)
 
 # %% ../../nbs/bridge/02_shell.ipynb #10cebc78
 def check_bare(tuner: type[ShellModel], config: ShellConfig, model: nn.Module) -> None:

@@ -7,7 +7,6 @@ __all__ = ['GATED', 'GatedConfig', 'check_scope', 'GateShape', 'GatedModel', 'bl
            'record_states']
 
 # %% ../../nbs/hest/15_shell.ipynb #c71370fd
-import inspect
 from dataclasses import dataclass
 from functools import partial
 from typing import Optional, Union
@@ -18,6 +17,7 @@ from fastcore.basics import patch
 # here
 from peft import TaskType
 from peft.tuners.tuners_utils import BaseTuner
+from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from ..bridge.shell import LLAMA_LIKE, Place, ShellConfig, ShellModel
@@ -32,9 +32,8 @@ from .energy_budget import Joules
 from .gate_costs import (
     CPU_COST_INT8, GateCosts, block_cost, block_costs, direction_costs)
 from .gates import FIRST_STD, TEMPERATURE
-from .int8 import plain_weight
 from .passing import (
-    PASSED, BlockForward, GatedLayer, LastPass, after_forward, before_forward, enter_block, receive)
+    PASSED, BlockForward, GatedLayer, LastPass, after_forward, before_forward, enter_block)
 from .presets import LEARNING_RATE
 from .pricing import BudgetHooks
 
@@ -190,7 +189,7 @@ def check_floor(
 def _start(module, rank, seed): # U (R, d_out), V (R, d_in)
     "The leading singular pairs of a site's matrix, of any number of bits."
     module = getattr(module, "base_layer", module)
-    weight = plain_weight(module)
+    weight = dequantize_module_weight(module)
     try: u, _, v = top_directions(weight.T if hasattr(module, "nf") else weight, rank, seed)
     except ValueError as e: raise ValueError(f"r does not fit this backbone: {e}") from None
     return u, v
@@ -210,19 +209,13 @@ def install_hooks(tuner: GatedModel, model: nn.Module) -> None:
     )
 
 # %% ../../nbs/hest/15_shell.ipynb #c04823ea
-def _takes_keywords(module):
-    parameters = inspect.signature(module.forward).parameters.values()
-    return any(p.kind is p.VAR_KEYWORD for p in parameters)
-
 @patch
 def _watch(self: GatedModel, sites: list[Place]) -> None:
     for prefix in {_list_of(s.name) for s in sites} - self._watched:
         self._watched.add(prefix)
         for i, block in enumerate(self.model.get_submodule(prefix)):
             hook = partial(enter_block, self, i)
-            parts = [c for c in block.children() if _takes_keywords(c)]
             self._handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
-            self._handles += [c.register_forward_pre_hook(receive, with_kwargs=True) for c in parts]
 
 # %% ../../nbs/hest/15_shell.ipynb #5dba093d
 @patch

@@ -327,17 +327,22 @@ class HimalayaModel(RoutedModel):
     hooks_cls = HimalayaHooks
     target_module_mapping = _ALL
     def make_core(self, config, sites):
-        core = HimalayaCore(sites, self.width, config)
-        # saved, so that a file does not depend on the rule
-        for x in ("r", "n_coordinates", "n_core"): setattr(config, x, getattr(core.form, x))
-        frames = core.tasks.frames_digest()
         # a configuration that was filled in here may make another adapter, as LoraConfig may
-        if not getattr(config, "filled_in", False) and config.frames_sha256 not in (None, frames):
+        filled = getattr(config, "filled_in", {})
+        for x, (given, found) in filled.items():
+            if getattr(config, x) == found: setattr(config, x, given)
+        core = HimalayaCore(sites, self.width, config)
+        frames = core.tasks.frames_digest()
+        if config.frames_sha256 not in (None, frames):
             raise ValueError(
                 f"this configuration is of frames with the digest {config.frames_sha256[:12]}…, and those "
                 f"made here have {frames[:12]}…: the modules have other names or widths, or seed, "
                 "n_coordinates or n_core was changed; for a new adapter set frames_sha256=None")
-        config.frames_sha256, config.filled_in = frames, True
+        # saved, so that a file does not depend on the rule
+        sizes = {x: getattr(core.form, x) for x in ("r", "n_coordinates", "n_core")}
+        found = sizes | dict(frames_sha256=frames)
+        config.filled_in = {x: (getattr(config, x), v) for x, v in found.items()}
+        for x, v in found.items(): setattr(config, x, v)
         return core
     def card_rows(self, adapter_name: str) -> dict[str, str]: # what → how much
         return {"tasks kept": str(len(self.core(adapter_name).tasks.finished))}

@@ -184,6 +184,7 @@ def adapter_multiply_adds(
     adapter: Adapter,
 ) -> float: # of one token
     "Matrix products that an adapter adds to a forward pass, counted by torch with and without it."
+    # a product takes as much of each token, so that their number does not matter
     n_tokens = 32
     ids = torch.ones(1, n_tokens, dtype=torch.long, device=next(adapter.model.parameters()).device)
     batch = dict(
