@@ -38,7 +38,7 @@ def learn_leniency(
         lossy = dict(energy_budget=.5, lossy={epsilon: .5})
         with fewer_passes(model, table, acceptance, costs, **lossy) as told:
             for ids in prompts:
-                model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                               max_new_tokens=max_new_tokens, **dict(pad_token_id=0) | how)
+                model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+                               **dict(do_sample=False, pad_token_id=0) | how)
         found[epsilon] = told.share
     return found

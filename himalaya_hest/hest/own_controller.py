@@ -31,8 +31,9 @@ def own_answers(
     out = []
     for ids in waiting(list(prompts), "answering"):
         made = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
-            max_new_tokens=max_new_tokens, return_dict_in_generate=True, output_logits=True, **how)
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True, output_logits=True,
+            **dict(do_sample=False, pad_token_id=0) | how)
         answer = made.sequences[0, ids.shape[1]:].tolist()
         out.append((ids[0].tolist(), answer, [two_largest(x[0]) for x in made.logits]))
     return out
