@@ -115,7 +115,7 @@ GATED_METHODS = {
 PEFT_METHODS = dict( # name → key
     lora="hu2022lora", vera="kopiczko2024vera", ia3="liu2022ia3", oft="qiu2023oft", boft="liu2024boft",
     osf="nayak2025osf", fourierft="gao2024fourierft", randlora="albert2025randlora", loha="hyeonwoo2022fedpara",
-    lokr="yeh2024lycoris", hra="yuan2024hra", road="liao2024road", adalora="zhang2023adalora",
+    lokr="yeh2024lycoris", hra="yuan2024hra", road="liao2024road",
     adamss="zheng2025adamss", beft="huang2026beft", c3a="chen2025c3a", deft="kumar2026deft", delora="bini2025delora",
     frod="wan2026frod", glora="chavan2023glora", gralora="jung2025gralora", hira="huang2025hira", lily="zhong2025lily",
     ln_tuning="zhao2024lntuning", miss="kang2025miss", peanut="zhong2025peanut", poly="ponti2022poly",

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from ..ground.linalg import full_precision
 from ..ground.quiet import waiting
+from .carried import Carried, carry
 from .prompt import (
     Call, generic_rows, masked_mean, measure_prompts, prompt_of, rarity, refuse_packed)
 from .routed_core import NO_TASK, RoutedCore, begun_of, guarded
-from .shell import Carried, ShellLayer, ShellModel, carry, refuse_mixed
+from .shell import ShellLayer, ShellModel, refuse_mixed
 
 # %% ../../nbs/bridge/10_routed.ipynb #79c0e4ed
 class CallVariable:
@@ -144,6 +145,7 @@ def install(self: RoutedModel, model: nn.Module) -> None:
     checkpointed = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
     self.__dict__.update(_instruction=None, _checkpointed=checkpointed)
 
+# %% ../../nbs/bridge/10_routed.ipynb #f6c42f52
 @patch
 def routed_layers(self: RoutedModel) -> list[RoutedLayer]:
     "The layers that carry an adapter, in the order of the backbone."

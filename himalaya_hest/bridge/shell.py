@@ -4,17 +4,15 @@
 
 # %% auto #0
 __all__ = ['SAME_INPUT', 'LLAMA_LIKE', 'QV', 'OF_DECODERS', 'ShellConfig', 'ShellLayer', 'Place', 'widths_of', 'find_places',
-           'tell_unmatched', 'ShellModel', 'check_name', 'home_of', 'add_core', 'Carried', 'carry', 'check_bare',
-           'name_linear_layers', 'check_task_type', 'refuse_mixed', 'core_bytes', 'drawn_from', 'int8_rows', 'snap_',
-           'pack', 'unpack_', 'SnapHooks', 'check_bits', 'shape_of', 'PairCore', 'tiny_backbone', 'tiny_batch',
-           'train_a_little']
+           'tell_unmatched', 'ShellModel', 'check_name', 'home_of', 'add_core', 'check_bare', 'name_linear_layers',
+           'check_task_type', 'refuse_mixed', 'core_bytes', 'drawn_from', 'int8_rows', 'snap_', 'pack', 'unpack_',
+           'SnapHooks', 'check_bits', 'shape_of', 'PairCore', 'tiny_backbone', 'tiny_batch', 'train_a_little']
 
 # %% ../../nbs/bridge/02_shell.ipynb #c4e63641
 import contextlib
 import inspect
 import warnings
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Callable, NamedTuple, Optional, Union
 
 import torch
@@ -188,6 +186,7 @@ def inject_adapter(self: ShellModel, model, adapter_name, *args, **kwargs):
     # PEFT restores what lies in the backbone, and the cores lie beside it
     for p, trainable in others: p.requires_grad_(trainable)
 
+# %% ../../nbs/bridge/02_shell.ipynb #62e609cf
 @patch
 def _replace_module(self: ShellModel, parent, child_name, new, child): setattr(parent, child_name, new)
 
@@ -242,29 +241,6 @@ def add_core(tuner: ShellModel, config: ShellConfig, model: nn.Module) -> None:
 def install(self: ShellModel, model: nn.Module) -> None:
     "The container of cores; once."
     self.add_module(self.prefix + "core", nn.ModuleDict())
-
-# %% ../../nbs/bridge/02_shell.ipynb #02bf3238
-class Carried:
-    """The checkpoint function of a backbone's layer, which hands on what the call holds. A subclass says
-    what that is (`held`; None: nothing), and runs a function with it (`under`)."""
-    def __init__(self,
-        tuner: ShellModel,
-        checkpoint, # the layer's own, called with a function and its arguments
-    ):
-        self.tuner, self.checkpoint = tuner, checkpoint
-    def __call__(self, function, *args, **kwargs):
-        if (held := self.held()) is None: return self.checkpoint(function, *args, **kwargs)
-        return self.checkpoint(partial(self.under, held, function), *args, **kwargs)
-
-def carry(cls: type[Carried], tuner: ShellModel, layers: list[nn.Module]) -> None: # with gradient_checkpointing
-    "Let the layers that checkpoint hand on what `cls` holds; whoever switches it on sets their function anew."
-    for layer in layers:
-        if not layer.gradient_checkpointing: continue
-        f = layer._gradient_checkpointing_func
-        # adapters over one another wrap each the other's
-        while isinstance(f, Carried) and (type(f), f.tuner) != (cls, tuner): f = f.checkpoint
-        if not isinstance(f, Carried):
-            layer._gradient_checkpointing_func = cls(tuner, layer._gradient_checkpointing_func)
 
 # %% ../../nbs/bridge/02_shell.ipynb #10cebc78
 def check_bare(tuner: type[ShellModel], config: ShellConfig, model: nn.Module) -> None:

@@ -9,6 +9,7 @@ __all__ = ['SHOWN_RUNS', 'zero_shot_scores', 'evaluate_run', 'comparison_charts'
 # %% ../../nbs/compare/09_evaluate.ipynb #5395b3fb
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 from .charts import Chart
@@ -207,7 +208,10 @@ def evaluate_runs(
     found = load_records(results_dir, run_ids) if records is None else _given(records)
     grid, out = Grid(found), output_folder(results_dir, output_dir)
     zero = zero_shot_scores(results_dir, (grid[0].get("world") or {}).get("digest"))
-    for r in grid: _own_folder(out, r)
+    folders = [_own_folder(out, r) for r in grid]
+    if twice := [f.name for f, n in Counter(folders).items() if n > 1]:
+        raise ValueError(f"{twice[0]!r} is the run_id of {folders.count(out / twice[0])} records, whose files "
+                         "would lie in one folder: give one of them another run_id, or leave it out")
     if len(grid) > 1: grid.runs
     # all are evaluated, few are kept: the figures of many runs would fill the memory
     with_zero = lambda r: r if r.get("zero_shot") or not zero else r | dict(zero_shot=zero)

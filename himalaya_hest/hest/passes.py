@@ -125,6 +125,7 @@ def _drafter_for(plain, generation_config, input_ids, *args, logits_processor=No
             "outside of the with block, or once for each prompt")
     ends = generation_config._eos_token_tensor
     ends = [] if ends is None else ends.tolist()
+    # before a draft can reach where the text would be another
     check_positions(plain.args[0], input_ids.shape[1], generation_config.max_length)
     drafter = call.drafter = Drafter(
         input_ids, call.drafting, generation_config.max_length, ends, call.allowed)
@@ -175,6 +176,7 @@ _IN_PLACE = weakref.WeakKeyDictionary() # module → name → values, the first 
 _NOTHING = object()
 _PLACING = Lock() # calls of several threads
 
+# %% ../../nbs/hest/19_passes.ipynb #1452a62c
 @contextlib.contextmanager
 def in_place_of(
     module: nn.Module,
@@ -268,6 +270,7 @@ def check_drafting(inner, table, acceptance, costs, meter) -> None:
     if not isinstance(table, AnswerTable | None):
         raise ValueError(f"table is {table!r:.60}, expected an AnswerTable: learn_table(answers), or "
                          "load_table(file)")
+    # a file's name in place of what it holds is the likeliest slip
     for name, value, expected, kinds in (
         ("acceptance", acceptance, "an Acceptance: learn_controller(model, prompts), or load_controller(file)",
          Acceptance | None),

@@ -16,7 +16,8 @@ from fastcore.basics import patch
 from torch import nn
 from transformers import StaticCache
 
-from ..bridge.shell import Carried, ShellLayer, carry
+from ..bridge.carried import Carried, carry
+from ..bridge.shell import ShellLayer
 from .asked import ASKED, cache_of, give_buckets
 from .blocks import BlockMatrices, GatedBlocks, run_block, train_block
 from .directions import TokenGates, layer_of

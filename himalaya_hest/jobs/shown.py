@@ -96,4 +96,6 @@ def closing_lines(
                 f"{info['name']}: max_new_tokens cuts the labels {_some(cut)}, "
                 "which no answer can be; set it higher in the stream's file"
             )
+    if skipped := (record.get("faults") or {}).get("skipped_steps"):
+        lines.append(f"{skipped} optimiser steps were skipped, since their loss or gradient was not finite")
     return [printable(line) for line in lines + _not_learned(record)]

@@ -5,6 +5,10 @@
 # %% auto #0
 __all__ = ['RECORD', 'NEEDED', 'ABOUT', 'misfit', 'mismatch', 'json_schema', 'write_schema']
 
+# %% ../../nbs/measures/11_record_shape.ipynb #5f73707c
+from .continual import (
+    as_matrix, average_accuracy, average_forgetting, just_learned_accuracy, retained_accuracy_auc)
+
 # %% ../../nbs/measures/11_record_shape.ipynb #e1886b4f
 _WORD, _FIGURE = (None, str), (None, float)
 _TASK = {
@@ -185,6 +189,16 @@ def _utilisation_fault(r):
         if len(u["cost"]) != len(u["layers"]) or widths or not any(n > 0 for n in u["n_tokens"]):
             return "energy['utilisation'] has not a row a layer and a column a position"
 
+# %% ../../nbs/measures/11_record_shape.ipynb #ffe40acf
+def _summary_fault(r):
+    "A score that the matrix does not give."
+    try: R = as_matrix(r["matrix"])
+    except ValueError as e: return str(e)
+    for f in (average_accuracy, retained_accuracy_auc, average_forgetting, just_learned_accuracy):
+        told, found = r["summary"].get(f.__name__), f(R)
+        if told is not None and abs(told - found) > 1e-3:
+            return f"summary says {f.__name__} {told:g}, and the matrix {found:g}"
+
 # %% ../../nbs/measures/11_record_shape.ipynb #add8df3b
 def mismatch(
     r: dict, # a record that has its shapes
@@ -193,7 +207,7 @@ def mismatch(
     # each check may rely on those before it
     checks = (
         _tasks_fault, _shares_fault, _told_fault, _confusion_fault, _moments_fault,
-        _utilisation_fault,
+        _utilisation_fault, _summary_fault,
     )
     return next(filter(None, (fault(r) for fault in checks)), "")
 

@@ -284,7 +284,8 @@ def load_record(
                 else "it holds no finished run; give the results_dir of a run"
             )
         )
-    return read_record(path)
+    # who gives a folder another name means another run, and two may be copies of one
+    return Record(read_record(path) | dict(run_id=run_id))
 
 # %% ../../nbs/measures/13_records.ipynb #cbfec46f
 def select_runs(

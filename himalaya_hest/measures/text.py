@@ -137,6 +137,17 @@ def _by_language(function, predictions, references, labels, languages, out):
         scores[f"score_{code}"] = part["score"]
     return scores
 
+# %% ../../nbs/measures/03_text.ipynb #f7fefc21
+# what makes two answers the same answer, for each metric that is right or wrong by row
+_SAME = dict(
+    label_accuracy=normalise_label, exact_match=plain_text, expression_value=expression_of,
+    first_letter=lambda text: text.strip()[:1])
+
+def _share(refs, key): # the text that most rows accept, by what makes two the same, and their share
+    counts = Counter(k for r in refs for k in {key(text) for text in r})
+    common, n = counts.most_common(1)[0]
+    return common, n / len(refs)
+
 # %% ../../nbs/measures/03_text.ipynb #89c46ad6
 def chance_level(
     metric: str, # a key of METRICS
@@ -144,20 +155,15 @@ def chance_level(
     # acceptable texts of each row; without them, labels are taken as equally frequent
     references=None,
 ) -> float: # in [0, 1]
-    "The score of the best constant answer; 0 for metrics of free text."
+    """The score of the best constant answer; 0 for metrics of free text, unless half of the rows have
+    the same reference."""
     # an unknown name is refused here too, and not given the 0 of free text
     get_metric(metric)
     refs = [tuple(r) for r in references or ()]
     if metric == "label_accuracy" and not refs: return 1 / len(labels) if labels else 0.
     if not refs: return 0.
-    # what makes two answers the same answer, for each metric that is right or wrong by row
-    keys = dict(
-        label_accuracy=lambda r: normalise_label(r[0]),
-        exact_match=lambda r: plain_text(r[0]),
-        expression_value=lambda r: expression_of(r[0]),
-        first_letter=lambda r: r[0].strip()[:1],
-    )
-    if metric == "token_f1":
-        return sum(all(is_no_answer(x, labels) for x in r) for r in refs) / len(refs)
-    if metric not in keys: return 0.
-    return max(Counter(map(keys[metric], refs)).values()) / len(refs)
+    if metric in _SAME: return _share(refs, _SAME[metric])[1]
+    none = sum(all(is_no_answer(x, labels) for x in r) for r in refs) / len(refs)
+    answer, share = _share(refs, str)
+    constant = score(metric, [answer] * len(refs), refs, labels)["score"] if share >= .5 else 0.
+    return max(none, constant) if metric == "token_f1" else constant

@@ -184,20 +184,15 @@ def adapter_multiply_adds(
     adapter: Adapter,
 ) -> float: # of one token
     "Matrix products that an adapter adds to a forward pass, counted by torch with and without it."
+    ids = torch.ones(1, 32, dtype=torch.long, device=next(adapter.model.parameters()).device)
     # a product takes as much of each token, so that their number does not matter
-    n_tokens = 32
-    ids = torch.ones(1, n_tokens, dtype=torch.long, device=next(adapter.model.parameters()).device)
-    batch = dict(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        prompt_mask=torch.ones_like(ids, dtype=torch.bool),
-    )
+    batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), prompt_mask=ids == 1)
     def counted():
         with FlopCounterMode(display=False) as flops, torch.no_grad():
             adapter.model(**model_inputs(batch, adapter.takes_masks))
         return flops.get_total_flops() / 2
     with_ = counted()
-    with adapter.model.disable_adapter(): return (with_ - counted()) / n_tokens
+    with adapter.model.disable_adapter(): return (with_ - counted()) / ids.numel()
 
 # %% ../../nbs/running/18_energy.ipynb #bbe3bb4e
 def _n_samples(task, most): # rows of a task that are answered

@@ -10,6 +10,7 @@ __all__ = ['WITHOUT_EFFECT', 'MIRROR', 'told_parameters', 'parameters_digest', '
 import hashlib
 import json
 import math
+import re
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -67,7 +68,8 @@ def parameters_digest(
 # %% ../../nbs/running/03_names.ipynb #e71b3700
 def default_run_id(config: RunConfig) -> str:
     "The name of a run that was given none."
-    c, stream = config, Path(config.stream).stem
+    # a comma and a blank would part the name in a command
+    c, stream = config, re.sub(r"[\s,;]+", "-", Path(config.stream).stem)
     if c.n_tasks: stream += f"-first{c.n_tasks}"
     digest = parameters_digest(c, _STORAGE + _IN_NAME)[:6]
     return (

@@ -110,7 +110,7 @@ class Optimisation:
     per_device_train_batch_size: int = parameter(8, POSITIVE) # rows of a micro-batch
     gradient_accumulation_steps: int = parameter(1, POSITIVE) # micro-batches of an optimiser step
     num_train_epochs: int = parameter(1, POSITIVE) # times that each row is seen
-    # optimiser steps a task; -1: as the rows give
+    # optimiser steps a task at most; -1: as the rows and num_train_epochs give
     max_steps: int = parameter(-1, Within(0, said="be positive, or -1", ends="()", beside=(-1,)))
     max_grad_norm: float = parameter(1., POSITIVE) # gradients are clipped to this norm
 

@@ -195,13 +195,12 @@ def resolved_evaluation(
     if cfg.protocol == "single":
         if given.get("final_eval_rows"):
             raise ValueError(
-                "parameter evaluation.final_eval_rows is given, but under protocol "
-                "'single' there is no last adapter that answers all tasks; leave it out."
+                "parameter evaluation.final_eval_rows is given, but under protocol 'single' there "
+                "is no last adapter that answers all tasks; leave it out."
             )
         evaluation["final_eval_rows"] = None
     # a last evaluation of fewer rows than each row of the matrix has says nothing
-    last = evaluation["final_eval_rows"]
-    if last is not None and last <= evaluation["max_eval_rows"]:
+    if (evaluation["final_eval_rows"] or 0) <= evaluation["max_eval_rows"]:
         evaluation["final_eval_rows"] = None
     return evaluation
 
