@@ -196,6 +196,7 @@ def _used_within(place, t, backbone): # do these rows and columns lie in the wei
     size = torch.tensor(getattr(layer, "get_base_layer", lambda: layer)().weight.shape)
     return t.shape[:1] == size.shape and bool(((t >= 0) & (t < size[:, None])).all())
 
+# %% ../../nbs/bridge/07_tensors.ipynb #99af3b3a
 def index_faults(
     tensors: dict[str, Tensor], # of the file, of the right names, shapes and types
     want: Expected,

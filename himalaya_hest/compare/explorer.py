@@ -75,6 +75,7 @@ def _with_keys(found): # [(folder, record)]
         more = told_apart(records, list(map(pair_of, records)))
         for (folder, r), m in zip(runs, more): yield (world, method, m, pair_of(r)), folder, r
 
+# %% ../../nbs/compare/10_explorer.ipynb #41aae20e
 def _first_of_each(found):
     """The records without those whose world, method, settings, seed and order an earlier one has,
     and a sentence on each that is left out."""

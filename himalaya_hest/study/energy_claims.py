@@ -222,6 +222,7 @@ def _expected_told(least, most):
     told = f"expected {100 * least:.0f} %"
     return told + (" or more" if most is None else f" to {100 * most:.0f} %")
 
+# %% ../../nbs/study/13_energy_claims.ipynb #1b92026c
 def _roofline(part, backbone, r, record):
     "One setting: how many of its measurements kept the expected range."
     least, most = r["expected"]["least"], r["expected"]["most"]
