@@ -4248,6 +4248,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                       'himalaya_hest/running/data.py'),
                                             'himalaya_hest.running.data.tell_cuts': ( 'running/data.html#tell_cuts',
                                                                                       'himalaya_hest/running/data.py'),
+                                            'himalaya_hest.running.data.tell_shifted': ( 'running/data.html#tell_shifted',
+                                                                                         'himalaya_hest/running/data.py'),
                                             'himalaya_hest.running.data.tell_unlearned': ( 'running/data.html#tell_unlearned',
                                                                                            'himalaya_hest/running/data.py'),
                                             'himalaya_hest.running.data.tell_withheld': ( 'running/data.html#tell_withheld',

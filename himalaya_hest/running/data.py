@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'FEWEST_ROWS', 'stream_of', 'order_of', 'source_of', 'row_length', 'TaskData', 'tell_cuts', 'check_judged',
-           'tell_withheld', 'unlearned_labels', 'tell_unlearned', 'load_tasks', 'fetch_data']
+           'tell_withheld', 'unlearned_labels', 'tell_unlearned', 'tell_shifted', 'load_tasks', 'fetch_data']
 
 # %% ../../nbs/running/20_data.ipynb #aa13afcd
 import contextlib
@@ -200,6 +200,19 @@ def tell_unlearned(
         DataWarning,
     )
 
+# %% ../../nbs/running/20_data.ipynb #ce2cf2a5
+def tell_shifted(data: TaskData) -> None:
+    "Warn of labels 1, 2, … of which the first is nobody's: their numbers may have been read as positions."
+    labels = data.task.labels or ()
+    if len(labels) < 2 or [l.strip() for l in labels] != [str(i + 1) for i in range(len(labels))]: return
+    seen = {r for references in data.evaluation.references for r in references}
+    seen |= set(data.train.column("target")) if data.train is not None else set()
+    if labels[0] in seen: return
+    warnings.warn(
+        f"No row of task {data.task.name!r} has its first label, {labels[0]!r}: a number in the data is "
+        "a position, from 0 on, so that 1 is the label '2'. Write the labels as texts where it is "
+        "meant as the label", DataWarning)
+
 # %% ../../nbs/running/20_data.ipynb #fa85463c
 def _cuts_of(name, splits):
     "What was cut of a task, by split."
@@ -248,6 +261,7 @@ def load_tasks(
             out[task.name].reworded = _asked_again(config, reworded[task.name], rows)
             check_judged(out[task.name])
             missing[task.name] = unlearned_labels(out[task.name])
+            tell_shifted(out[task.name])
             cuts |= _cuts_of(task.name, splits)
             # files of many tasks would otherwise stay open until each is needed
             for read in splits.values():
