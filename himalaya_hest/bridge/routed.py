@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CallVariable', 'Routing', 'RoutedLayer', 'call_context', 'PromptModel', 'refuse_trained_table', 'RoutedModel',
-           'before_forward', 'after_forward', 'before_decoder', 'after_decoder', 'CarriedRouting', 'routed_again',
-           'leave_with', 'left_with', 'routing_of', 'whole_prompt', 'attended_of', 'routed_now', 'summaries', 'beside',
-           'tokenised', 'batch_contexts']
+           'acting', 'before_forward', 'after_forward', 'before_decoder', 'after_decoder', 'CarriedRouting',
+           'routed_again', 'leave_with', 'left_with', 'routing_of', 'whole_prompt', 'attended_of', 'routed_now',
+           'summaries', 'beside', 'tokenised', 'batch_contexts']
 
 # %% ../../nbs/bridge/10_routed.ipynb #4d0d28b9
 import contextlib
@@ -155,12 +155,14 @@ def routed_layers(self: RoutedModel) -> list[RoutedLayer]:
     return self.__dict__["_layers"]
 
 # %% ../../nbs/bridge/10_routed.ipynb #d51d9405
+def acting(tuner) -> list[str]: # names of the adapters that act
+    layer = tuner.routed_layers()[0]
+    return [] if layer.disable_adapters else [n for n in layer.active_adapters if n in tuner.cores]
+
 def before_forward(tuner, model, args, kwargs):
     "Forward pre-hook of the backbone: route, and hand the result to the layers."
-    layer = tuner.routed_layers()[0]
-    names = [] if layer.disable_adapters else [n for n in layer.active_adapters if n in tuner.cores]
     # a routing of the call before must not reach the layers
-    if not names:
+    if not (names := acting(tuner)):
         _ROUTED.set(None)
         return None
     routed = routing_of(tuner, names, args, kwargs)
@@ -172,6 +174,7 @@ def before_forward(tuner, model, args, kwargs):
         else: [torch._assert_async(one, NO_TASK.partition(",")[0]) for one in begun]
     if model.training: carry(CarriedRouting, tuner, tuner._checkpointed)
 
+# %% ../../nbs/bridge/10_routed.ipynb #c0b71e3b
 def after_forward(model, args, kwargs, output):
     "Forward hook of the backbone: leave the routing with the cache, and nothing in the context."
     routed = _ROUTED.get()
@@ -186,7 +189,8 @@ def after_forward(model, args, kwargs, output):
 # %% ../../nbs/bridge/10_routed.ipynb #99ff167e
 def before_decoder(tuner, decoder, args, kwargs):
     "Forward pre-hook of the decoder: route where the whole model has not."
-    if _ROUTED.get() is not None: return
+    # where no adapter acts nothing is said, so that a trace takes nothing of it along
+    if _ROUTED.get() is not None or not acting(tuner): return
     before_forward(tuner, decoder, args, kwargs)
     if (routed := _ROUTED.get()) is not None: routed.of_decoder = True
 

@@ -12,12 +12,12 @@ import json
 import math
 import re
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 
 from .gguf_file import gguf_path, read_gguf
 from .parameters import MAX_LENGTH, SILENT, RunConfig
 from .scales import BUDGETED
+from ..streams.backbone import mini_backbone_dir
 
 # %% ../../nbs/running/03_names.ipynb #1048adcc
 _STORAGE = ("results_dir", "cache_dir", "run_id", "overwrite", "dry_run", "tabs_record")
@@ -97,8 +97,7 @@ def known_context(
 ) -> int | None: # tokens
     "The context of a backbone that lies on this machine; None where it is not known."
     if gguf_path(model): return read_gguf(model).context
-    mini = files("himalaya_hest")/"data"/"mini_llama"
-    folder = mini if model == "mini" else Path(model).expanduser()
+    folder = mini_backbone_dir() if model == "mini" else Path(model).expanduser()
     try: config = json.loads((folder/"config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError): return None
     context = config.get("max_position_embeddings") if isinstance(config, dict) else None

@@ -7,10 +7,11 @@ __all__ = ['write_gguf', 'mini_gguf']
 
 # %% ../../nbs/workshop/16a_gguf_fixture.ipynb #103dfad2
 import json
-from importlib.resources import files
 from pathlib import Path
 
 import torch
+
+from ..streams.backbone import mini_backbone_dir
 
 # %% ../../nbs/workshop/16a_gguf_fixture.ipynb #5f5f94b5
 def _add_shape(writer, c):
@@ -97,7 +98,7 @@ def mini_gguf(
 ) -> Path: # the file
     "The backbone that comes with the package as a GGUF file."
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    mini = files("himalaya_hest")/"data"/"mini_llama"
+    mini = mini_backbone_dir()
     model = AutoModelForCausalLM.from_pretrained(mini, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(mini)
     tokenizer.chat_template = chat_template or None
