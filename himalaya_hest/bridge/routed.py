@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CallVariable', 'Routing', 'RoutedLayer', 'call_context', 'PromptModel', 'refuse_trained_table', 'RoutedModel',
            'acting', 'before_forward', 'after_forward', 'before_decoder', 'after_decoder', 'CarriedRouting',
-           'routed_again', 'leave_with', 'left_with', 'routing_of', 'whole_prompt', 'attended_of', 'routed_now',
-           'summaries', 'beside', 'tokenised', 'batch_contexts']
+           'routed_again', 'left_with', 'routing_of', 'whole_prompt', 'attended_of', 'routed_now', 'summaries',
+           'beside', 'tokenised', 'batch_contexts']
 
 # %% ../../nbs/bridge/10_routed.ipynb #4d0d28b9
 import contextlib
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..ground.linalg import full_precision
 from ..ground.quiet import waiting
-from .carried import Carried, carry
+from .carried import Carried, carry, leave_with
 from .prompt import (
     Call, generic_rows, masked_mean, measure_prompts, prompt_of, rarity, refuse_packed)
 from .routed_core import NO_TASK, RoutedCore, begun_of, guarded
@@ -215,25 +215,6 @@ def routed_again(tuner, routed) -> dict: # adapter name → update
     """The same routing with a graph of its own: a reentrant checkpoint walks back through every layer alone,
     and frees what it has walked."""
     return {n: tuner.route(tuner.cores[n], *context) for n, context in routed.contexts.items()}
-
-# %% ../../nbs/bridge/10_routed.ipynb #7303ff66
-_MOVES = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices")
-
-def leave_with(cache, routed: Routing) -> None:
-    "A cache keeps what was routed for its rows."
-    cache.himalaya_routing, cache.himalaya_rows = routed, None
-    if torch.compiler.is_compiling(): return
-    for move in _MOVES: setattr(cache, move, partial(_moved, cache, move))
-
-def _moved(cache, move, given):
-    "A cache's own method; which row of the routing each of its rows has now."
-    getattr(type(cache), move)(cache, given)
-    rows = cache.himalaya_rows
-    if rows is None:
-        pairs = cache.himalaya_routing.contexts.values()
-        rows = torch.arange(next(len(e) for e, _ in pairs))
-    cache.himalaya_rows = (rows.repeat_interleave(given) if move == "batch_repeat_interleave"
-                           else rows[torch.as_tensor(given, device="cpu")])
 
 # %% ../../nbs/bridge/10_routed.ipynb #b4fe5883
 def left_with(tuner, names: list[str], cache) -> Routing:
