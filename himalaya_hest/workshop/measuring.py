@@ -28,7 +28,8 @@ def called(
     without: tuple = (), # options that do not change what is measured
 ) -> str: # "python bench/speed.py --rounds 3"
     "The command that this process was started by, as a record quotes it."
-    return " ".join([f"python bench/{Path(script).name}",
+    threads = os.environ.get("OMP_NUM_THREADS") # without it a time would be another
+    return " ".join([*([f"OMP_NUM_THREADS={threads}"] if threads else []), f"python bench/{Path(script).name}",
                      *(x for x in sys.argv[1:] if x not in without)])
 
 # %% ../../nbs/workshop/17_measuring.ipynb #d3a00007
