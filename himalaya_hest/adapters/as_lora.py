@@ -35,7 +35,8 @@ def save_as_lora(
 ) -> None:
     """Write a task as a LoRA that PEFT loads, with what `modules_to_save` trained beside the adapter;
     `ValueError` for a name that no task has."""
-    config, own = model.active_peft_config, f"base_model.{model.base_model.prefix}core."
+    active, config = model.active_adapter, model.active_peft_config
+    own = f"base_model.{model.base_model.prefix}core."
     core = model.base_model.core()
     factors, r = lora_factors(core, place_of(core, task)), core.tasks.r
     # B A is scaled by lora_alpha / r
@@ -45,7 +46,7 @@ def save_as_lora(
         modules_to_save=config.modules_to_save,
         base_model_name_or_path=config.base_model_name_or_path,
     ).save_pretrained(folder)
-    tensors = {n: t for n, t in get_peft_model_state_dict(model).items() if not n.startswith(own)}
+    tensors = {n: t for n, t in get_peft_model_state_dict(model, adapter_name=active).items() if not n.startswith(own)}
     tensors |= {f"base_model.model.{name}.lora_{side}.weight": t
                 for name, pair in factors.items() for side, t in zip("AB", pair)}
     tensors = {n: t.to(dtype).contiguous() for n, t in tensors.items()}

@@ -269,6 +269,7 @@ def find(self: BankCore, e: Tensor, tau: Tensor) -> Tensor: # each (b, d) → (b
 _PER_TASK = ("planes", "scale", "values", "e_key", "e_key_scale", "t_key", "t_key_scale")
 _LIVE = ("dictionary.a.", "dictionary.b.", "dictionary.gain.")
 
+# %% ../../nbs/adapters/04_lora_bank.ipynb #c78faf18
 def trim(core, state, prefix, metadata):
     """Save the places in use, and the LoRA in training only while there is one; the names stay, since
     PEFT maps them by the names of a fresh adapter."""

@@ -16,6 +16,17 @@ from safetensors import safe_open
 
 from .header import add_metadata
 
+# %% ../../nbs/bridge/05a_facts.ipynb #3b411fb4
+def _is_number(x): return isinstance(x, (int, float)) and not isinstance(x, bool)
+def _is_text(x): return isinstance(x, str)
+def _maps(x, kind): return isinstance(x, dict) and all(map(kind, x.values()))
+_KINDS = dict(
+    tasks=lambda x: isinstance(x, list) and all(map(_is_text, x)),
+    rows=lambda x: _maps(x, _is_number), scores=lambda x: _maps(x, _is_number),
+    metric=_is_text, chat_template=lambda x: x in (None, True, False),
+    instructions=lambda x: _maps(x, _is_text),
+)
+
 # %% ../../nbs/bridge/05a_facts.ipynb #762b7bb6
 @dataclass
 class CardFacts:
@@ -34,6 +45,14 @@ def describe(
 ) -> CardFacts: # all that is known of it now
     "Tell the card of an adapter what is given; the rest stays. `TypeError` for what it has no place for."
     known, name = model.__dict__.setdefault("card_facts", {}), adapter_name or model.active_adapter
+    if name not in model.peft_config:
+        raise ValueError(f"there is no adapter {name!r} to describe; this model has {', '.join(model.peft_config)}")
+    # metrics give numbers of NumPy and torch
+    for k in facts.keys() & {"rows", "scores"}:
+        if isinstance(facts[k], dict): facts[k] = {t: getattr(x, "item", lambda: x)() for t, x in facts[k].items()}
+    if wrong := [k for k, v in facts.items() if k in _KINDS and not _KINDS[k](v)]:
+        raise TypeError(f"{wrong[0]} is {facts[wrong[0]]!r:.80}, which a card has no place for; expected "
+                        f"{CardFacts.__annotations__[wrong[0]]}")
     known[name] = replace(known.get(name, CardFacts()), **facts)
     return known[name]
 
@@ -50,16 +69,6 @@ def keep_facts(
     if facts is not None and file.is_file(): add_metadata(file, TOLD, json.dumps(asdict(facts)))
 
 # %% ../../nbs/bridge/05a_facts.ipynb #5c2e8a07
-def _is_number(x): return isinstance(x, (int, float)) and not isinstance(x, bool)
-def _is_text(x): return isinstance(x, str)
-def _maps(x, kind): return isinstance(x, dict) and all(map(kind, x.values()))
-_KINDS = dict(
-    tasks=lambda x: isinstance(x, list) and all(map(_is_text, x)),
-    rows=lambda x: _maps(x, _is_number), scores=lambda x: _maps(x, _is_number),
-    metric=_is_text, chat_template=lambda x: x in (None, True, False),
-    instructions=lambda x: _maps(x, _is_text),
-)
-
 def facts_of(
     file: Path, # the tensors of a saved adapter
 ) -> CardFacts | None: # None: it says nothing

@@ -257,10 +257,12 @@ def save_adapter(
     folder: str | Path,
 ) -> None:
     """`save_pretrained` of the active adapter, with digests for every method, those of PEFT among
-    them."""
-    model.save_pretrained(folder, save_embedding_layers=False)
-    ours = is_ours(model.peft_config[model.active_adapter].peft_type)
-    if not ours: write_record(folder, model.get_base_model()) # ours have one already
+    them. As there, one that is not called `default` lies in a folder of its name below."""
+    name = model.active_adapter
+    model.save_pretrained(folder, save_embedding_layers=False, selected_adapters=[name])
+    at = folder if name == "default" else Path(folder, name)
+    ours = is_ours(model.peft_config[name].peft_type)
+    if not ours: write_record(at, model.get_base_model()) # ours have one already
 
 # %% ../../nbs/bridge/08_saved.ipynb #369a3bd5
 def load_adapter(

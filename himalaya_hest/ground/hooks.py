@@ -26,6 +26,7 @@ class TaskContext:
 # %% ../../nbs/ground/05_hooks.ipynb #9f6b8e32
 class StreamHooks:
     "The moments of a continual stream at which a method may act; each does nothing by default."
+    ends_first = False # does it choose the weights that a method's own hook ends a task with?
     def on_task_start(self, task: TaskContext) -> None:
         """Before the first step of a task and before its optimiser is made: parameters may change
         or unfreeze here."""

@@ -205,6 +205,8 @@ def _begin(prefix, layers, told): # a hook before the model's forward
         ids, mask, places = map(named.get, ("input_ids", "attention_mask", "position_ids"))
         told.begin(ids, mask)
         if not servable(inner, named) or (now := acts(layers)) is None: return None
+        # modules that another block, such as `in_eight_bits`, computes otherwise have other keys
+        now = now, frozenset(id(f) for m in inner.modules() if (f := vars(m).get("forward")))
         columns, pads = columns_kept(prefix, ids, mask, places)
         # the last tokens are asked for
         columns = min(columns, ids.shape[1] - named["logits_to_keep"])

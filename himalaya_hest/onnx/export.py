@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Traced', 'past_shapes', 'eager_attention', 'quiet', 'traced', 'example', 'model_graph', 'router_graph',
            'factors_graph', 'Weights', 'int8_graph', 'count_flops', 'flops_of', 'tensors_mb', 'need_onnx',
-           'export_onnx', 'info_of', 'sealed', 'write_graphs']
+           'export_onnx', 'tell_unkept', 'info_of', 'sealed', 'write_graphs']
 
 # %% ../../nbs/onnx/05_export.ipynb #29d5febb
 import contextlib
@@ -109,7 +109,8 @@ def traced(
 def example(backbone: nn.Module, sites: Sites | None, router: nn.Module | None) -> tuple:
     "Token ids, masks, past, and the router's outputs."
     g = torch.Generator().manual_seed(0)
-    ids, mask = torch.randint(5, 50, (2, 5), generator=g), torch.ones(2, 8, dtype=torch.long)
+    highest = min(50, backbone.get_input_embeddings().num_embeddings)
+    ids, mask = torch.randint(5, highest, (2, 5), generator=g), torch.ones(2, 8, dtype=torch.long)
     past = [
         tuple(torch.randn(2, heads, 3, width, generator=g) for _ in "kv")
         for heads, width in past_shapes(backbone)
@@ -229,7 +230,7 @@ def flops_of(
     arguments: tuple, # of `example`
 ) -> dict[str, int]: # bare and with the adapter, for a token and for a prompt; of the router
     "Operations with and without the adapter, at batch 1 and for a prompt of 128 tokens."
-    tokens = 128
+    tokens = min(128, getattr(model.config, "max_position_embeddings", None) or 128)
     (backbone, sites, router), (id_, past, routing), out = pieces, _one_row(arguments), {}
     for kind, n in dict(decode=1, prefill=tokens).items():
         given = id_.expand(1, n), torch.ones(1, n, dtype=torch.long), past
@@ -296,17 +297,36 @@ def export_onnx(
         flops = flops_of(model, pieces, arguments)
         graphs, past, sizes = _graphs(model, pieces, arguments, int8, all_logits)
     finally: model.train(was)
+    tell_unkept(pieces[0])
     info = info_of(model, pieces, past, arguments) | sizes
     info |= dict(flops=flops, packed=packed, int8=int8, all_logits=all_logits)
     write_graphs(folder, graphs, info)
     return info
+
+# %% ../../nbs/onnx/05_export.ipynb #af4c4262
+_UNKEPT = dict( # of a generation config, which the session's greedy answers do not follow; what says nothing
+    repetition_penalty=1., encoder_repetition_penalty=1., no_repeat_ngram_size=0, bad_words_ids=None,
+    suppress_tokens=None, begin_suppress_tokens=None, sequence_bias=None, min_length=0, min_new_tokens=None,
+    forced_bos_token_id=None, forced_eos_token_id=None, num_beams=1)
+
+def tell_unkept(backbone: nn.Module) -> None:
+    "Warn of what makes `generate(do_sample=False)` say other things than an export."
+    config, text = getattr(backbone, "generation_config", None), backbone.config.get_text_config()
+    unkept = [f"{k}={v}" for k, plain in _UNKEPT.items() if (v := getattr(config, k, None)) not in (None, plain)]
+    if unkept:
+        warnings.warn(f"an export answers greedily, without {', '.join(unkept)} of the model's generation_config, "
+                      "which generate(do_sample=False) keeps to")
+    rope = getattr(text, "rope_parameters", None) or {}
+    if any(isinstance(of, dict) and of.get("rope_type") == "longrope" for of in (rope, *rope.values())):
+        warnings.warn("this model turns keys otherwise from a length on (rope_type longrope): an exported answer "
+                      "that crosses it goes on with the keys of before, where Transformers reads all again")
 
 # %% ../../nbs/onnx/05_export.ipynb #f8829c88
 def _ends(backbone):
     "Tokens that end an answer, and the one that fills up."
     # a generation config may leave out what the model's own says
     configs = getattr(backbone, "generation_config", None) or backbone.config, backbone.config
-    known = lambda key: [x for c in configs if (x := getattr(c, key)) is not None]
+    known = lambda key: [x for c in configs if (x := getattr(c, key)) not in (None, -1)]
     eos = (known("eos_token_id") or [-1])[0]
     eos = eos if isinstance(eos, list) else [eos]
     # without a padding token an end token does, and 0 where there is neither

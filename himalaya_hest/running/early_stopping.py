@@ -40,6 +40,7 @@ class EarlyStopping(StreamHooks):
         "Nothing is known of this task yet."
         self.task, self.step, self.without, self.best_score = task, 0, 0, -math.inf
         self.best, self.history = {}, [] # tensors by name; (step, score)
+    ends_first = True # what is put back is what the method finishes, and EWC anchors
     def on_task_start(self, task): self.begin(task.name)
     def after_optimizer_step(self, old): self.step += 1
     def on_step_skipped(self): self.step += 1

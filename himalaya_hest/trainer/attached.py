@@ -46,13 +46,14 @@ def adapter_of(
     """The adapter of a model as a run knows one. `TypeError` for a model without an adapter,
     `ValueError` for one that learns virtual tokens, and for EWC beside a method that it has nothing
     to protect in."""
-    name = method_of(model) + "+ewc" * bool(ewc)
+    beside = {} if ewc is True else None if ewc is False else ewc
+    name = method_of(model) + "+ewc" * (beside is not None)
     if model.active_peft_config.is_prompt_learning:
         raise ValueError(f"{name} learns virtual tokens and puts nothing at the backbone's "
                          "weights, where a stream's hooks act: attach another method, such as "
                          "LoraConfig")
     parse_adapter(name)
-    beside = ({} if ewc is True else ewc) if ewc else None
     out = hooked(name, model, tokenizer, beside, seed, backbone_names(model))
-    out.hooks = HookList([*out.hooks.hooks, *hooks])
+    first, others = ([h for h in hooks if h.ends_first == whether] for whether in (True, False))
+    out.hooks = HookList([*first, *out.hooks.hooks, *others])
     return out

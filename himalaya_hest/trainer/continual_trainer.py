@@ -7,6 +7,7 @@ __all__ = ['log', 'LearnedTask', 'check_backend', 'ContinualTrainer']
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #1e9e9070
 import logging
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +18,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_utils import TrainOutput
 
 from ..bridge.facts import describe
-from ..bridge.own_loop import check_trained, tasks_begun
+from ..bridge.own_loop import PutBack, check_trained, tasks_begun
 from ..ground.hooks import HookList, StreamHooks
 from ..ground.processes import num_processes
 from ..measures.text import get_metric
@@ -31,7 +32,7 @@ from .position import (
 from .rows import (
     TaskRows, chat_of, check_ids, encode_rows, tell_cut_rows)
 from .scores import (
-    ContinualScores, answers_of, as_evaluation, check_stop, metric_of, scores_of)
+    ContinualScores, answers_of, as_evaluation, asking, check_stop, metric_of, scores_of)
 from .settings import (
     check_arguments, check_count, check_given, check_groups, given_or_own, method_defaults,
     steps_asked, tell_low_rate, training_of)
@@ -95,9 +96,24 @@ class ContinualTrainer(Trainer):
         check_groups(args, self.adapter.tuner)
         super().__init__(model, args, data_collator=Collator(processing_class),
                          processing_class=processing_class, callbacks=callbacks)
-        self.adapter.hooks = HookList([*self.adapter.hooks.hooks, _Asked(self)])
+        self.adapter.hooks = HookList([*self.adapter.hooks.hooks, _Asked(self), PutBack(model)])
         self.remove_callback(DEFAULT_PROGRESS_CALLBACK)
+        self.learns, self.apart = model.active_adapter, _apart(args, ewc)
         _begin(self, max_length)
+
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #59be7afd
+def _apart(args, ewc): # what a task is trained with beside rows and settings
+    return dict(batch=args.per_device_train_batch_size, seed=args.seed, ewc=ewc or None,
+                sampling=getattr(args, "train_sampling_strategy", "random"))
+
+def _tell_unprotected(trainer):
+    "Warn of tasks that EWC cannot hold: what it measured of them is elsewhere."
+    learned = trainer.before.tasks
+    if "+ewc" not in trainer.adapter.name or not learned or trainer.args.resume_from_checkpoint: return
+    warnings.warn(
+        f"EWC protects nothing of what this adapter has learned before ({', '.join(learned)}): its measures "
+        "are in the trainer that learned it and in its checkpoints. Go on with that trainer, or with "
+        "resume_from_checkpoint")
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #8af3a8b3
 def _begin(trainer, max_length):
@@ -112,6 +128,7 @@ def _begin(trainer, max_length):
     tell_low_rate(args, trainer.own)
     trainer.tasks, trainer.position, trainer.unfinished = {}, Position(), None
     trainer.before = describe(model) # an adapter that was loaded has learned tasks already
+    _tell_unprotected(trainer)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(
             args.gradient_checkpointing_kwargs or dict(use_reentrant=False))
@@ -150,6 +167,9 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
                          "leave it out where there is none")
     check_count("max_new_tokens", max_new_tokens)
     if metric is not None: get_metric(metric) # before anything is learned
+    if metric == "pass_at_1":
+        raise ValueError("metric 'pass_at_1' runs a row's tests, and rows of this trainer have none: "
+                         "take chrf_code, or a run (`run_continual`) of a stream with tests")
     # tokenised once, for training and for what is asked of them
     encoded = encode_rows(name, rows, trainer.processing_class, instruction,
                           trainer.max_length, max_new_tokens)
@@ -163,6 +183,7 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
         encoded.system)
     return encoded, task
 
+# %% ../../nbs/trainer/07_continual_trainer.ipynb #d3ffe7de
 def _hold_back(trainer, task, rows):
     "The evaluation of a task on held-back rows, laid out as its training rows."
     held = encode_rows(task.name, rows, trainer.processing_class, task.instruction,
@@ -170,6 +191,12 @@ def _hold_back(trainer, task, rows):
     if held.form != task.form:
         raise ValueError(f"held-back rows of task {task.name!r} are {held.form}, "
                          f"its training rows {task.form}")
+    # what cannot be asked is told before the task is learned
+    try: asking(trainer.processing_class, held.form == "chat")
+    except Exception as e: # of a template, any
+        raise ValueError(
+            f"held-back rows of task {task.name!r} cannot be asked by this chat template ({e}): give rows "
+            "as texts or tokens, or leave eval_rows out") from e
     return as_evaluation(held, task.metric, task.labels, task.stop)
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #c8d3293a
@@ -186,10 +213,13 @@ def learn(self: ContinualTrainer,
 ) -> TrainOutput: # global_step, training_loss, metrics
     """Learn one task more. Raises ValueError for a name that was learned, rows that are none, and
     FloatingPointError after five steps in a row without a finite loss or gradient."""
+    if (active := self.model.active_adapter) != self.learns:
+        raise ValueError(f"adapter {active!r} is active, and this trainer was made for {self.learns!r}: "
+                         "make a trainer for each, or call set_adapter")
     rows, task = _known(self, name, rows, instruction, metric, labels, max_new_tokens, stop)
     if eval_rows is not None: task.held_back = _hold_back(self, task, eval_rows)
     training = training_of(self.args, self.own, self.steps_of(rows), num_processes())
-    mark = task_mark(name, rows.rows, training, self.model.active_peft_config)
+    mark = task_mark(name, rows.rows, training | self.apart, self.model.active_peft_config)
     learned = self.position.learned[len(self.tasks):]
     if known := learned[0] if learned else self.position.begun:
         check_known(known, mark, self.args.output_dir)

@@ -131,16 +131,22 @@ def _chat_pieces(said, instruction, tokenizer):
 def _token_pieces(row):
     "Ids of the prompt, which of them are the instruction, and the answer's ids."
     ids, labels = list(row["input_ids"]), list(row["labels"])
-    if len(ids) != len(labels):
-        raise ValueError(f"it has {len(ids)} input_ids and {len(labels)} labels")
+    marks, mask = (list(row.get(k) or [d] * len(ids)) for k, d in (("instruction_mask", False), ("attention_mask", 1)))
+    for name, of in dict(labels=labels, attention_mask=mask).items():
+        if len(of) != len(ids): raise ValueError(f"it has {len(ids)} input_ids and {len(of)} {name}")
+    # padding is no token of the row, on whichever side it is
+    ids, labels, marks = ([x for x, m in zip(of, mask) if m] for of in (ids, labels, marks))
     if (lowest := min(ids, default=0)) < 0:
         raise ValueError(f"it has the token id {lowest}, expected ids from 0 on; -100 is for labels alone")
     start = next((i for i, l in enumerate(labels) if l != -100), 0)
     if not start:
         raise ValueError("its labels have no answer, or no prompt before it: "
                          "the labels of the prompt are -100")
-    marked = list(row.get("instruction_mask") or [False] * start)[:start]
-    return ids[:start], marked, [i for i, l in zip(ids[start:], labels[start:]) if l != -100]
+    end = max(i for i, l in enumerate(labels) if l != -100) + 1
+    if -100 in labels[start:end]:
+        raise ValueError("its labels stop and begin again, and a row has one answer: give a row for each "
+                         "of them, with what came before it as its prompt")
+    return ids[:start], marks[:start], ids[start:end]
 
 # %% ../../nbs/trainer/01_rows.ipynb #f4239ec9
 def laid_out(
