@@ -131,7 +131,8 @@ def _chat_pieces(said, instruction, tokenizer):
 def _token_pieces(row):
     "Ids of the prompt, which of them are the instruction, and the answer's ids."
     ids, labels = list(row["input_ids"]), list(row["labels"])
-    marks, mask = (list(row.get(k) or [d] * len(ids)) for k, d in (("instruction_mask", False), ("attention_mask", 1)))
+    marks, mask = (list(given) if (given := row.get(k)) is not None else [plain] * len(ids)
+                   for k, plain in (("instruction_mask", False), ("attention_mask", 1)))
     for name, of in dict(labels=labels, attention_mask=mask).items():
         if len(of) != len(ids): raise ValueError(f"it has {len(ids)} input_ids and {len(of)} {name}")
     # padding is no token of the row, on whichever side it is
