@@ -161,7 +161,8 @@ def chance_level(
     get_metric(metric)
     refs = [tuple(r) for r in references or ()]
     if metric == "label_accuracy" and not refs: return 1 / len(labels) if labels else 0.
-    if not refs: return 0.
+    # a program is judged by its tests, which no reference has
+    if not refs or metric == "pass_at_1": return 0.
     if metric in _SAME: return _share(refs, _SAME[metric])[1]
     none = sum(all(is_no_answer(x, labels) for x in r) for r in refs) / len(refs)
     answer, share = _share(refs, str)
