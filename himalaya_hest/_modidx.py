@@ -2495,6 +2495,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                       'himalaya_hest/hest/passes.py'),
                                            'himalaya_hest.hest.passes.language_model': ( 'hest/passes.html#language_model',
                                                                                          'himalaya_hest/hest/passes.py'),
+                                           'himalaya_hest.hest.passes.rotations': ( 'hest/passes.html#rotations',
+                                                                                    'himalaya_hest/hest/passes.py'),
                                            'himalaya_hest.hest.passes.unwrapped': ( 'hest/passes.html#unwrapped',
                                                                                     'himalaya_hest/hest/passes.py')},
             'himalaya_hest.hest.passing': { 'himalaya_hest.hest.passing.BlockForward': ( 'hest/passing.html#blockforward',

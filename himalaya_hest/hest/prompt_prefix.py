@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..bridge.routed import RoutedLayer
 from ..bridge.shell import ShellLayer
 from .drafts import token_ids
-from .passes import language_model
+from .passes import language_model, rotations
 
 # %% ../../nbs/hest/22_prompt_prefix.ipynb #426c0a01
 def acts(
@@ -173,9 +173,7 @@ def check_cache(
 # %% ../../nbs/hest/22_prompt_prefix.ipynb #acf7241e
 def refuse_stretched(inner: nn.Module) -> None:
     "`ValueError` for positions that depend on the length of a text."
-    found = getattr(inner.config.get_text_config(), "rope_parameters", None) or {}
-    # of all layers, or a dictionary for each type of them
-    kinds = {of.get("rope_type") for of in (found, *found.values()) if isinstance(of, dict)}
+    kinds = {of.get("rope_type") for of in rotations(inner)}
     if stretched := kinds & {"dynamic", "longrope"}:
         raise ValueError(
             f"{type(inner).__name__} turns keys by the length of the whole text (rope_type "

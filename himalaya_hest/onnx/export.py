@@ -24,6 +24,7 @@ from peft import PeftModel
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..hest.passes import rotations
 from .pieces import acting, take_apart
 from .session import FILES, FORMAT, file_digest, info_digest
 from .step import OPSET, add_functions
@@ -311,13 +312,12 @@ _UNKEPT = dict( # of a generation config, which the session's greedy answers do 
 
 def tell_unkept(backbone: nn.Module) -> None:
     "Warn of what makes `generate(do_sample=False)` say other things than an export."
-    config, text = getattr(backbone, "generation_config", None), backbone.config.get_text_config()
+    config = getattr(backbone, "generation_config", None)
     unkept = [f"{k}={v}" for k, plain in _UNKEPT.items() if (v := getattr(config, k, None)) not in (None, plain)]
     if unkept:
         warnings.warn(f"an export answers greedily, without {', '.join(unkept)} of the model's generation_config, "
                       "which generate(do_sample=False) keeps to")
-    rope = getattr(text, "rope_parameters", None) or {}
-    if any(isinstance(of, dict) and of.get("rope_type") == "longrope" for of in (rope, *rope.values())):
+    if any(of.get("rope_type") == "longrope" for of in rotations(backbone)):
         warnings.warn("this model turns keys otherwise from a length on (rope_type longrope): an exported answer "
                       "that crosses it goes on with the keys of before, where Transformers reads all again")
 
