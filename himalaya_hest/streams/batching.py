@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROBE', 'PADDED', 'text_ids', 'start_ids', 'end_id', 'stop_ids', 'pad_id', 'cut_middle', 'encode_all', 'encode',
-           'ChatLayout', 'pieces_of', 'stretches', 'chat_layout', 'chat_rows', 'with_chat_template', 'as_asked',
-           'follows_template', 'Collator', 'prompt_row', 'TaskLoader']
+           'ChatLayout', 'pieces_of', 'stretches', 'around_answer', 'chat_layout', 'chat_rows', 'with_chat_template',
+           'as_asked', 'follows_template', 'Collator', 'prompt_row', 'TaskLoader']
 
 # %% ../../nbs/streams/05_batching.ipynb #8ee039f9
 import copy
@@ -142,9 +142,9 @@ class ChatLayout:
     head: tuple # token ids before the stretch that holds the question
     left: str # template text in that stretch, before the question
     right: str # and after it
-    rest: tuple # token ids from there to the answer
+    rest: tuple # token ids from there to the answer, what only an answered one has among them
     seam: str # template text right before the answer, since the last special token or the question
-    lead: str # text that only an answered conversation has before the answer
+    blank: str # white space that only an answered conversation has before the answer
     tail: str # text between answer and stop token
     stop: int # token that ends an answer
     from_template: bool # is it the template's own? False: the tokenizer's end token in its place
@@ -191,29 +191,35 @@ def _ids(pieces, tokenizer, behind, first=False):
     return tuple(out)
 
 # %% ../../nbs/streams/05_batching.ipynb #a1410044
-def chat_layout(
+_MARKS = "\ue000", "\ue001" # a question and its answer, in characters of private use: no text has them
+
+def around_answer(
     tokenizer, # a transformers tokenizer with a chat template
-    behind: str = "", # see ChatLayout
-) -> ChatLayout:
-    """Read a tokenizer's chat template;
+) -> tuple[str, str, str, str]: # prompt, words that only an answered one has, blanks alike, ending
+    """What a chat template writes around a marked question and answer;
     `ValueError` where it does not put an answer behind its own prompt."""
-    # the marks are characters of private use: no text has them
-    question, answer = "\ue000", "\ue001"
-    talk = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    talk = [dict(role=r, content=m) for r, m in zip(("user", "assistant"), _MARKS)]
     prompt, whole = (
         tokenizer.apply_chat_template(talk[:n], tokenize=False, add_generation_prompt=n == 1)
         for n in (1, 2)
     )
-    if prompt.count(question) != 1 or not whole.startswith(prompt) or whole.count(answer) != 1:
+    if [prompt.count(_MARKS[0]), whole.count(_MARKS[1])] != [1, 1] or not whole.startswith(prompt):
         raise ValueError(
             f"the chat template of '{tokenizer.name_or_path}' does not put an answer "
             f"behind its prompt (prompt {prompt!r}, with an answer {whole!r}); "
             "set chat_template to false"
         )
+    lead, ending = whole[len(prompt):].split(_MARKS[1])
+    return prompt, *((lead, "") if lead.strip() else ("", lead)), ending
 
-    # text right before and after the question is tokenised with it, as one stretch
-    (before, after), (lead, ending) = prompt.split(question), whole[len(prompt):].split(answer)
-    pre, post, ends = (pieces_of(t, tokenizer) for t in (before, after, ending))
+# %% ../../nbs/streams/05_batching.ipynb #1ba00b6e
+def chat_layout(
+    tokenizer, # a transformers tokenizer with a chat template
+    behind: str = "", # see ChatLayout
+) -> ChatLayout:
+    "Read a tokenizer's chat template; `ValueError` as from `around_answer`."
+    prompt, lead, blank, ending = around_answer(tokenizer)
+    pre, post, ends = (pieces_of(t, tokenizer) for t in (*(prompt + lead).split(_MARKS[0]), ending))
     left = pre.pop() if pre and isinstance(pre[-1], str) else ""
     right = post.pop(0) if post and isinstance(post[0], str) else ""
     # the answer is tokenised behind the last words before it, and ends at the first special token
@@ -222,7 +228,7 @@ def chat_layout(
     tail = ends[0] if stops and isinstance(ends[0], str) else ""
     return ChatLayout(
         _ids(pre, tokenizer, behind, True), left, right, _ids(post, tokenizer, behind),
-        seam, lead, tail, stops[0] if stops else end_id(tokenizer), bool(stops), behind,
+        seam, blank, tail, stops[0] if stops else end_id(tokenizer), bool(stops), behind,
     )
 
 # %% ../../nbs/streams/05_batching.ipynb #9e1ff4fa
@@ -245,7 +251,7 @@ def chat_rows(
 # %% ../../nbs/streams/05_batching.ipynb #52cca4c6
 def _answers(c, targets, tokenizer):
     "Ids of the targets behind the template's last words, and of the text that follows them."
-    behind, full = c.behind if c.head or c.rest else "", [c.lead + t + c.tail for t in targets]
+    behind, full = c.behind if c.head or c.rest else "", [c.blank + t + c.tail for t in targets]
     seam = [i for i, _, _ in stretches([c.seam], tokenizer, behind)[0]] if c.seam else []
     joint = [[i for i, _, _ in row]
              for row in stretches([c.seam + t for t in full], tokenizer, behind)]
@@ -330,9 +336,10 @@ def follows_template(
         {"role": "user", "content": f"{example.instruction}\n{example.prompt}".lstrip("\n")},
         {"role": "assistant", "content": example.target},
     ]
-    prompt, whole = (list(tokenizer.apply_chat_template(
-        talk[:n], add_generation_prompt=n == 1, return_dict=False
-    )) for n in (1, 2))
+    asked, whole = (tokenizer.apply_chat_template(
+        talk[:n], add_generation_prompt=n == 1, tokenize=False) for n in (1, 2))
+    asked += around_answer(tokenizer)[1]
+    prompt, whole = tokenizer([asked, whole], add_special_tokens=False)["input_ids"]
     # a stop token that the template lacks is left out of the comparison
     n = len(row["input_ids"]) - (not tokenizer.chat.from_template)
     return (prompt == row["input_ids"][:sum(row["prompt_mask"])]

@@ -30,7 +30,7 @@ from .lesson import Lesson
 from .position import (
     Position, check_known, last_number, restore_position, task_mark)
 from .rows import (
-    TaskRows, chat_of, check_ids, encode_rows, tell_cut_rows)
+    TaskRows, chat_of, check_ids, encode_rows, tell_cut_rows, tell_lead)
 from .scores import (
     ContinualScores, answers_of, as_evaluation, asking, check_stop, metric_of, scores_of)
 from .settings import (
@@ -176,6 +176,7 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
     check_stop(stop, encoded)
     check_ids(encoded, trainer.model.get_input_embeddings().num_embeddings)
     tell_cut_rows(encoded)
+    if encoded.form == "chat": tell_lead(trainer.processing_class)
     found, names = metric_of(encoded.answers)
     task = LearnedTask(
         name, instruction, encoded.form, encoded.max_new_tokens, metric or found,
