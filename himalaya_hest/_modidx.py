@@ -6619,6 +6619,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                           'himalaya_hest/trainer/scores.py')},
             'himalaya_hest.trainer.settings': { 'himalaya_hest.trainer.settings.check_arguments': ( 'trainer/settings.html#check_arguments',
                                                                                                     'himalaya_hest/trainer/settings.py'),
+                                                'himalaya_hest.trainer.settings.check_callbacks': ( 'trainer/settings.html#check_callbacks',
+                                                                                                    'himalaya_hest/trainer/settings.py'),
                                                 'himalaya_hest.trainer.settings.check_count': ( 'trainer/settings.html#check_count',
                                                                                                 'himalaya_hest/trainer/settings.py'),
                                                 'himalaya_hest.trainer.settings.check_given': ( 'trainer/settings.html#check_given',

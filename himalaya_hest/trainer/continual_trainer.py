@@ -34,7 +34,7 @@ from .rows import (
 from .scores import (
     ContinualScores, answers_of, as_evaluation, asking, check_stop, metric_of, scores_of)
 from .settings import (
-    check_arguments, check_count, check_given, check_groups, given_or_own, method_defaults,
+    check_arguments, check_callbacks, check_count, check_given, check_groups, given_or_own, method_defaults,
     steps_asked, tell_low_rate, training_of)
 
 log = logging.getLogger("himalaya_hest")
@@ -70,9 +70,9 @@ class _Asked(StreamHooks):
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #5c7d286c
 class ContinualTrainer(Trainer):
-    """Learns tasks one after another with the adapter of a PEFT model. `learning_rate`, betas and
-    weight decay of `args` that stand at transformers' defaults are the method's own; `max_steps`
-    and `num_train_epochs` are those of each task. Raises TypeError for a model without an adapter,
+    """Learns tasks one after another with the adapter of a PEFT model. `learning_rate`, warm-up,
+    betas and weight decay of `args` that stand at transformers' defaults are the method's own;
+    `max_steps` and `num_train_epochs` are those of each task. Raises TypeError for a model without an adapter,
     ValueError without a tokenizer and for arguments that have no effect here."""
     def __init__(self,
         model: nn.Module, # from get_peft_model or PeftModel.from_pretrained(is_trainable=True)
@@ -94,6 +94,7 @@ class ContinualTrainer(Trainer):
         self.adapter = adapter_of(model, processing_class, ewc, hooks, args.seed)
         check_trained(model)
         check_groups(args, self.adapter.tuner)
+        check_callbacks(callbacks)
         super().__init__(model, args, data_collator=Collator(processing_class),
                          processing_class=processing_class, callbacks=callbacks)
         self.adapter.hooks = HookList([*self.adapter.hooks.hooks, _Asked(self), PutBack(model)])
@@ -177,11 +178,11 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
     check_ids(encoded, trainer.model.get_input_embeddings().num_embeddings)
     tell_cut_rows(encoded)
     if encoded.form == "chat": tell_lead(trainer.processing_class)
-    found, names = metric_of(encoded.answers)
+    # labels that are given say what is asked, however many there are
+    found, names = metric_of(encoded.answers) if labels is None else ("label_accuracy", tuple(labels))
     task = LearnedTask(
         name, instruction, encoded.form, encoded.max_new_tokens, metric or found,
-        tuple(labels) if labels is not None else names if metric in (None, found) else None, stop,
-        encoded.system)
+        names if labels is not None or metric in (None, found) else None, stop, encoded.system)
     return encoded, task
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #d3ffe7de
@@ -192,6 +193,7 @@ def _hold_back(trainer, task, rows):
     if held.form != task.form:
         raise ValueError(f"held-back rows of task {task.name!r} are {held.form}, "
                          f"its training rows {task.form}")
+    tell_cut_rows(held, "held-back rows")
     # what cannot be asked is told before the task is learned
     try: asking(trainer.processing_class, held.form == "chat")
     except Exception as e: # of a template, any

@@ -88,7 +88,7 @@ def begin(self: Lesson, state) -> TaskContext:
     done = state.step if state else 0
     self.first_step = t.state.global_step - done
     t.state.max_steps = self.first_step + self.n_steps
-    t.state.compute_steps(t.args, t.state.max_steps)
+    t.state.compute_steps(t.args, self.n_steps) # a share of steps is one of this task's
     t.position.begun = self.mark
     # a task that begins draws from a seed of its own, whatever came before it
     index = next_index(t.model, t.adapter.hooks) if state is None else len(t.position.learned)

@@ -268,12 +268,13 @@ def encode_rows(
 # %% ../../nbs/trainer/01_rows.ipynb #5b1d7e10
 def tell_cut_rows(
     rows: TaskRows, # encoded
+    which: str = "rows", # of the task, in words
 ) -> None:
     "Warn of prompts and answers that did not fit."
     prompts, answers = (sum(r[k] > 0 for r in rows.rows) for k in ("prompt_cut", "target_cut"))
     if not prompts + answers: return
     warnings.warn(
-        f"Of {len(rows.rows)} rows of task {rows.name!r}, {prompts} prompts were cut in their "
+        f"Of {len(rows.rows)} {which} of task {rows.name!r}, {prompts} prompts were cut in their "
         f"middle and {answers} answers at their end, to fit {rows.max_length} tokens with an answer of up "
         f"to {rows.max_new_tokens}. A longer max_length (as far as the model has it) keeps more of "
         "both, max_new_tokens more of the answers", DataWarning, stacklevel=4)
