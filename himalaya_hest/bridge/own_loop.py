@@ -81,7 +81,9 @@ def add_terms(self: Driven, model, args, inputs, output):
         if term.requires_grad:
             self.owed = True
             term.register_hook(self.reached)
-        output["loss"] = output["loss"] + term
+        # a model that was asked for a tuple has the loss first
+        if isinstance(output, tuple): output = (output[0] + term, *output[1:])
+        else: output["loss"] = output["loss"] + term
     return output
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #c6ab31df
