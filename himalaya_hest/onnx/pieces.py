@@ -161,6 +161,11 @@ def backbone_refusal(model: nn.Module) -> str | None:
         return "the model is not in float32: call model.float() first"
     if any(p.device.type != "cpu" for p in model.parameters()):
         return "the model is not on the CPU: call model.cpu() first"
+    # a forward of its own, other than the one that Accelerate puts around a module's
+    if any("forward" in vars(m) and not hasattr(m, "_hf_hook")
+           for m in model.modules() if isinstance(m, nn.Linear)):
+        return ("layers compute otherwise than their weights say: export outside of in_eight_bits "
+                "(int8=True quantises the export)")
 
 def _is_paired(tuner): # y + B A x with constants
     cores = getattr(tuner, "cores", None)
@@ -175,6 +180,8 @@ def layer_refusal(model: PeftModel) -> str | None:
             "another adapter lies in the backbone, which the step does not hold: merge it into the "
             "weights first"
         )
+    if any(getattr(m, "merged", False) for m in layers):
+        return "the adapter is merged into the weights: unmerge_adapter() first"
     if any(m.disable_adapters for m in layers):
         return "the adapter is disabled: enable_adapter_layers() first, or export the backbone alone"
 
