@@ -144,7 +144,7 @@ class ChatLayout:
     right: str # and after it
     rest: tuple # token ids from there to the answer, what only an answered one has among them
     seam: str # template text right before the answer, since the last special token or the question
-    blank: str # white space that only an answered conversation has before the answer
+    lead: str # white space that only an answered conversation has before the answer
     tail: str # text between answer and stop token
     stop: int # token that ends an answer
     from_template: bool # is it the template's own? False: the tokenizer's end token in its place
@@ -251,7 +251,7 @@ def chat_rows(
 # %% ../../nbs/streams/05_batching.ipynb #52cca4c6
 def _answers(c, targets, tokenizer):
     "Ids of the targets behind the template's last words, and of the text that follows them."
-    behind, full = c.behind if c.head or c.rest else "", [c.blank + t + c.tail for t in targets]
+    behind, full = c.behind if c.head or c.rest else "", [c.lead + t + c.tail for t in targets]
     seam = [i for i, _, _ in stretches([c.seam], tokenizer, behind)[0]] if c.seam else []
     joint = [[i for i, _, _ in row]
              for row in stretches([c.seam + t for t in full], tokenizer, behind)]
