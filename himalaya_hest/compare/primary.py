@@ -57,7 +57,8 @@ def _as_good(proposed, records, baseline):
     "Those of the proposed runs whose quality is not below the baseline's."
     quality = next((k for k in ("rougeL", "accuracy") if _values(records, k)), "rougeL")
     floor = _values(records, quality).get(baseline["run_id"], math.inf)
-    return [r for r in proposed if (r["summary"].get(quality) or -math.inf) >= floor]
+    found = _values(proposed, quality)
+    return [r for r in proposed if found.get(r["run_id"], -math.inf) >= floor]
 
 # %% ../../nbs/compare/07_primary.ipynb #52af24da
 def _gap(name, best, baseline):

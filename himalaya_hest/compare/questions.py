@@ -194,9 +194,10 @@ def _opponent_row(name, tested, runs):
     if tested is None:
         told = "too few pairs" if name in runs else "not run"
         return [*row, len(runs.get(name, ())), None, None, None, told]
-    d, low = tested["difference"], tested["95 % from"]
+    # of few pairs the table has no interval
+    d, low, high = tested["difference"], *(tested.get(end, np.nan) for end in ("95 % from", "to"))
     verdict = _verdict(d > 0, low > 0 and tested["p (Holm)"] < .05)
-    return [*row, tested["n"], d, low, tested["to"], verdict]
+    return [*row, tested["n"], d, low, high, verdict]
 
 # %% ../../nbs/compare/04_questions.ipynb #daecd993
 def target_table(

@@ -107,8 +107,8 @@ def large_mb(
 # %% ../../nbs/compare/03_standings.ipynb #043a2493
 def _rows_interval(values, center):
     """Interval over examples around the scores' mean, which the mean of pseudo-values misses by the
-    jackknife's bias; nan where rows are not known."""
-    if values is None: return np.nan, np.nan
+    jackknife's bias; nan where rows or scores are not known."""
+    if values is None or center is None: return np.nan, np.nan
     shift = center - float(np.mean([v.mean() for v in values]))
     return tuple(x + shift for x in example_interval(values))
 
@@ -146,6 +146,13 @@ def _means(name, runs):
         "CPU latency +": mean_of(runs, "cpu_latency_overhead", np.median),
     }
 
+# %% ../../nbs/compare/03_standings.ipynb #a55d5786
+def _repeats(methods): # a word for the title
+    "Whether the pairs of a method share seeds or orders."
+    def several(of): return any(len({*part}) < len(of) for part in zip(*of))
+    return ("; pairs share seeds or orders, so that intervals over them are too narrow for others"
+            if any(several(pairs) for pairs in methods) else "")
+
 # %% ../../nbs/compare/03_standings.ipynb #78ddb48f
 def _main_row(name, runs):
     "The means with both intervals, and the bytes on the large model."
@@ -177,7 +184,7 @@ def main_table(
     title = (
         f"{records[0]['config']['stream']}: means over n (seed, order) pairs, the best AUC "
         "first; 95 % intervals of the AUC over pairs and of the final score over evaluated rows; "
-        "MB large: computed for d = 4096, 32 layers"
+        "MB large: computed for d = 4096, 32 layers" + _repeats(enough.values())
     )
     # chance over the very pairs that the table shows
     shown = {r["run_id"] for runs in enough.values() for r in runs.values()}
@@ -197,9 +204,11 @@ def _paired_row(ours, theirs, pairs, metric):
     d = value(ours) - value(theirs)
     low, high = bca_interval(d)
     # the final score stands beside it, whichever the metric
-    ends = np.array([final_score(ours[p]) - final_score(theirs[p]) for p in pairs])
-    final_low, final_high = bca_interval(ends)
-    final = float(ends.mean())
+    ends = [[final_score(runs[p]) for runs in (ours, theirs)] for p in pairs]
+    ends = [a - b for a, b in ends if a is not None and b is not None]
+    # over all pairs or none, as the rows below
+    final = float(np.mean(ends)) if len(ends) == len(pairs) else None
+    final_low, final_high = bca_interval(ends if final is not None else [])
     rows_low, rows_high = _rows_interval(_row_differences(ours, theirs, pairs), final)
     return {
         "n": len(d), "difference": float(d.mean()), "95 % from": low, "to": high,
@@ -229,18 +238,19 @@ def paired_table(
     """Paired differences `method` − opponent: mean, BCa interval over pairs, exact p with Holm's
     correction over the rows, effect size; of the final scores an interval over pairs, and one over
     evaluated rows of these runs."""
-    runs, rows, left = grid_of(records).runs, [], []
+    runs, rows, left, shared = grid_of(records).runs, [], [], []
     if method not in runs:
         raise ValueError(f"no runs of {method!r} among the records; there are {', '.join(runs)}")
     for other in (m for m in runs if m != method):
         pairs = _shared_pairs(runs[method], runs[other], metric)
         if len(pairs) < least: left.append(f"{other} (n = {len(pairs)})"); continue
+        shared.append(pairs)
         rows.append({"opponent": other} | _paired_row(runs[method], runs[other], pairs, metric))
     # corrected once all rows are known
     for row, p in zip(rows, holm([row["p (exact)"] for row in rows])): row["p (Holm)"] = float(p)
     # tables call it AUC, and text metrics have no shorter name
     told = "AUC" if metric == "retained_accuracy_auc" else metric
-    title = f"{told}: {method} minus the other, within n (seed, order) pairs"
+    title = f"{told}: {method} minus the other, within n (seed, order) pairs{_repeats(shared)}"
     if left: title += f"; too few pairs for a test: {', '.join(left)}"
     return known_table(title, _PAIRED, sorted(rows, key=lambda row: row["difference"]))
 

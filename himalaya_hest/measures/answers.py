@@ -92,7 +92,7 @@ def expression_value(
 # %% ../../nbs/measures/02_answers.ipynb #8d0a26d8
 NO_ANSWER = ("unanswerable", "no answer")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PER_CHARACTER = re.compile(rf"([{UNSPACED}])(?=[{UNSPACED}])")
+_PER_CHARACTER = re.compile(rf"([{UNSPACED}])")
 _ASCII_PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
 
 @lru_cache(maxsize=10_000)
@@ -109,7 +109,7 @@ def normalise_answer(
 # %% ../../nbs/measures/02_answers.ipynb #559643ba
 @lru_cache(maxsize=10_000)
 def _answer_words(text):
-    return Counter(_PER_CHARACTER.sub(r"\1 ", normalise_answer(text)).split())
+    return Counter(_PER_CHARACTER.sub(r" \1 ", normalise_answer(text)).split())
 
 def is_no_answer(
     text: str, # an answer
@@ -168,12 +168,14 @@ def _answer_scores(p, refs, no_answer):
 @lru_cache(maxsize=10_000)
 def normalise_label(
     text: str, # a generated or a reference label
-) -> str: # case-folded, single spaces, no punctuation at the ends
+) -> str: # case-folded, single spaces, no punctuation at the ends but a number's sign
     "A label as it is compared."
     text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     start, end = 0, len(text)
     strip = lambda c: c.isspace() or unicodedata.category(c)[0] in "PC"
-    while start < end and strip(text[start]): start += 1
+    while start < end and strip(text[start]):
+        if text[start] == "-" and text[start + 1:start + 2].isdigit(): break # a number's sign
+        start += 1
     while start < end and strip(text[end - 1]): end -= 1
     return text[start:end]
 
@@ -192,6 +194,16 @@ def _known_labels(labels, references):
             raise ValueError(f"reference label {refs[0]!r} of row {i} is none of {known}")
     return known
 
+# %% ../../nbs/measures/02_answers.ipynb #a8830f9a
+def _check_entities(references, labels):
+    "`ValueError` where lists of entities have no types."
+    silent = {normalise_label(x) for x in labels or ("none",)} | {""}
+    bare = {normalise_label(r[0]): r[0] for r in references if ":" not in unicodedata.normalize("NFKC", r[0])}
+    if len(bare.keys() - silent) > 1:
+        found = [text for known, text in bare.items() if known not in silent][:2]
+        raise ValueError(f"entity lists {found} have no type: expected 'type: span; type: span', and one "
+                         "text, 'none' or what labels say, for no entity")
+
 # %% ../../nbs/measures/02_answers.ipynb #18652fdc
 def check_references(
     metric: str, # a name in `measures.text.METRICS`
@@ -201,6 +213,7 @@ def check_references(
     "`ValueError` for what a metric could not judge by, which should be known before any training."
     if metric == "label_accuracy": _known_labels(labels, references)
     if metric == "expression_value": _check_expressions(references)
+    if metric == "entity_f1": _check_entities(references, labels)
 
 # %% ../../nbs/measures/02_answers.ipynb #0a57bb09
 def confusion_counts(

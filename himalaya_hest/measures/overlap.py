@@ -26,7 +26,7 @@ def _word_pattern():
         re.escape(chr(c)) for c in range(0x300, 0x10000) if unicodedata.category(chr(c))[0] == "M"
     )
     return re.compile(
-        rf"[{UNSPACED}](?<![_\W])[{marks}]*|(?:(?![{UNSPACED}])[^\W_]|(?<=\w)[{marks}])+"
+        rf"[{UNSPACED}](?<![_\W])[{marks}]*|(?:(?![{UNSPACED}])[^\W_][{marks}]*)+"
     )
 
 # %% ../../nbs/measures/01_overlap.ipynb #92bbeed4
@@ -214,7 +214,7 @@ def edit_similarity(
 ) -> dict: # score in [0, 1], exact_match
     "Mean similarity of characters to the nearest reference."
     predictions, references = checked_rows(predictions, references)
-    ratio = lambda p, r: difflib.SequenceMatcher(None, p.strip(), r.strip()).ratio()
+    ratio = lambda p, r: difflib.SequenceMatcher(None, p.strip(), r.strip(), autojunk=False).ratio()
     return dict(
         score=best_mean(ratio, predictions, references),
         exact_match=exact_match(predictions, references)["score"],

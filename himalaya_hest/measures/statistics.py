@@ -24,7 +24,18 @@ def _acceleration(x):
     u = left.mean() - left
     return (u ** 3).sum() / (6 * (u ** 2).sum() ** 1.5)
 
+# %% ../../nbs/measures/14_statistics.ipynb #daec12db
+def _student(z, v):
+    "The quantile of Student's t with v degrees of freedom where z is the normal one."
+    terms = ((z**3 + z) / 4, (5*z**5 + 16*z**3 + 3*z) / 96,
+             (3*z**7 + 19*z**5 + 17*z**3 - 15*z) / 384,
+             (79*z**9 + 776*z**7 + 1482*z**5 - 1920*z**3 - 945*z) / 92160)
+    return z + sum(term / v**k for k, term in enumerate(terms, 1))
+
 # %% ../../nbs/measures/14_statistics.ipynb #b9bb1838
+def _same(x): # but for rounding
+    return np.ptp(x) <= 1e-12 * max(1., np.abs(x).max())
+
 FEWEST = 5 # values of an interval
 LEVEL, N_RESAMPLES, N_SIGNS = .95, 10_000, 100_000 # of all intervals; draws of signs where n > 16
 
@@ -32,17 +43,18 @@ def bca_interval(
     values, # (n,) one number a pair
     resamples: int = N_RESAMPLES,
 ) -> tuple[float, float]: # (low, high); nan where n < 5
-    "BCa bootstrap interval of the mean over pairs (Efron 1987)."
-    x, N = np.asarray(values, dtype=float), NormalDist()
-    if len(x) < FEWEST: return math.nan, math.nan
-    if np.ptp(x) == 0: return float(x[0]), float(x[0])
-    draws = np.random.default_rng(0).integers(len(x), size=(resamples, len(x)))
+    "BCa bootstrap interval of the mean over pairs (Efron 1987), its tails those of few values."
+    x, n, N = np.asarray(values, dtype=float), len(values), NormalDist()
+    if n < FEWEST: return math.nan, math.nan
+    if _same(x): return float(x[0]), float(x[0])
+    draws = np.random.default_rng(0).integers(n, size=(resamples, n))
     means = x[draws].mean(1)
     # ties count half, so that values on a grid get no bias from it
     below = ((means < x.mean()).mean() + (means <= x.mean()).mean()) / 2
     z0, a = N.inv_cdf(min(max(below, 1e-6), 1 - 1e-6)), _acceleration(x)
     # both ends of the level, moved by bias and acceleration
-    z = [z0 + N.inv_cdf((1 - LEVEL) / 2), z0 + N.inv_cdf((1 + LEVEL) / 2)]
+    tail = math.sqrt(n / (n - 1)) * _student(N.inv_cdf((1 + LEVEL) / 2), n - 1)
+    z = [z0 - tail, z0 + tail]
     return tuple(float(q) for q in np.quantile(means, [N.cdf(z0 + v / (1 - a * v)) for v in z]))
 
 # %% ../../nbs/measures/14_statistics.ipynb #5eee6082
@@ -53,18 +65,18 @@ def median_interval(
     x = np.sort(np.asarray(values, dtype=float))
     n = len(x)
     # probability that the median is outside of k-th smallest to k-th largest
-    outside = 2 * np.cumsum([math.comb(n, i) for i in range(n // 2)]) / 2. ** n
+    outside = 2 * np.cumsum([math.comb(n, i) / 2**n for i in range(n // 2)])
     k = int((outside <= 1 - LEVEL).sum())
     return (float(x[k - 1]), float(x[-k])) if k else (math.nan, math.nan)
 
 # %% ../../nbs/measures/14_statistics.ipynb #4cff71a3
 def sign_flip_p(
     differences, # (n,) one a pair
-) -> float: # two-sided; nan for n = 0
+) -> float: # two-sided; nan for n = 0, and where a difference is none
     "Exact paired permutation test of the mean difference."
     d = np.asarray(differences, dtype=float)
     n = len(d)
-    if n == 0: return math.nan
+    if not n or np.isnan(d).any(): return math.nan
     # all choices of signs, as the bits of the numbers below 2^n, while they are few enough
     if n <= 16: signs = 1 - 2 * (np.arange(2 ** n)[:, None] >> np.arange(n) & 1)
     else:
@@ -90,13 +102,14 @@ def effect_size(
 ) -> float | None: # d_z; None for fewer than two, or where all are the same
     "The mean of paired differences in units of their standard deviation."
     d = np.asarray(differences, dtype=float)
-    return float(d.mean() / d.std(ddof=1)) if len(d) > 1 and np.ptp(d) > 0 else None
+    return float(d.mean() / d.std(ddof=1)) if len(d) > 1 and not _same(d) else None
 
 # %% ../../nbs/measures/14_statistics.ipynb #b4df7343
 def example_interval(
     rows: list, # per task (n_rows,) values, or differences of two methods' values
-) -> tuple[float, float]: # (low, high)
+) -> tuple[float, float]: # (low, high); nan where a task has fewer than five rows
     "Bootstrap interval of the mean over tasks of the mean over rows, rows drawn within each task."
+    if min(map(len, rows)) < FEWEST: return math.nan, math.nan
     rng, total = np.random.default_rng(0), np.zeros(N_RESAMPLES)
     for v in rows:
         total += np.asarray(v, dtype=float)[rng.integers(len(v), size=(N_RESAMPLES, len(v)))].mean(1)

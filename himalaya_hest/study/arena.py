@@ -13,7 +13,7 @@ from ..compare.pairs import grid_of
 from ..compare.standings import (
     MAIN_PAIRS, chance_row, known_table, main_table, mean_of)
 from ..ground.table import Table
-from ..measures.continual import retained_accuracy_auc
+from ..measures.continual import continual_summary
 from ..measures.record_tables import against_chance
 
 # %% ../../nbs/study/17_arena.ipynb #f7dedcfb
@@ -153,4 +153,4 @@ def without(
         tasks=[record["tasks"][i] for i in keep], matrix=matrix, final=final,
         row_values=kept(record.get("row_values") or {}),
         task_info=[t for t in record["task_info"] if t["name"] not in left],
-        summary=record["summary"] | dict(retained_accuracy_auc=retained_accuracy_auc(matrix)))
+        summary=record["summary"] | continual_summary(matrix))

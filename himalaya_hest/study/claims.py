@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CLAIMS', 'QUESTION_MB', 'code', 'findings', 'claims_table', 'verdict_counts', 'real_findings', 'changed_table',
-           'difference_told', 'sizes_told', 'equal_bytes', 'who_wins', 'main']
+           'side_of', 'difference_told', 'sizes_told', 'equal_bytes', 'who_wins', 'main']
 
 # %% ../../nbs/study/08_claims.ipynb #2185db99
 import sys
@@ -141,6 +141,19 @@ def changed_table(
                "SmolLM2, ten tasks"]
     return Table("Verdicts before the form of today, today, and on a real model", columns, rows)
 
+# %% ../../nbs/study/08_claims.ipynb #c2ce00e5
+def _differences(ours, theirs): # of AUC, within the pairs that both have
+    a, b = aucs(ours), aucs(theirs)
+    return np.array([a[p] - b[p] for p in sorted(a.keys() & b.keys())])
+
+def side_of(
+    ours: dict, # (seed, order_seed) → record
+    theirs: dict,
+) -> str: # ahead of, behind, level with
+    "Where one method stands beside another, within pairs."
+    mean = _differences(ours, theirs).sum()
+    return "ahead of" if mean > 0 else "behind" if mean < 0 else "level with"
+
 # %% ../../nbs/study/08_claims.ipynb #55547817
 QUESTION_MB = 2.5 # below which the question of the study wants an adapter at d = 4096
 
@@ -149,8 +162,7 @@ def difference_told(
     theirs: dict,
 ) -> str:
     "The paired difference in words, with its interval where there are ten pairs."
-    a, b = aucs(ours), aucs(theirs)
-    d = np.array([a[p] - b[p] for p in sorted(a.keys() & b.keys())])
+    d = _differences(ours, theirs)
     # the cases in which no interval can be given, first
     if not len(d): return "not compared within pairs"
     told = f"by {abs(d.mean()):.3f} on average" if d.mean() else "the same on average"
@@ -213,10 +225,11 @@ def _winner_told(best, compared, ours):
         others = {m: runs for m, runs in compared.items() if not m.startswith("himalaya")}
         if not others: return said
         m = max(others, key=lambda m: _auc(others[m]))
-        return f"{said} It is ahead of {short_name(m)}, with {_auc(others[m]):.3f}, {difference_told(ours, others[m])}."
+        return (f"{said} The next is {short_name(m)}, with {_auc(others[m]):.3f}: HIMALAYA is "
+                f"{side_of(ours, others[m])} it {difference_told(ours, others[m])}.")
     return (
         f"On the mini world **{short_name(best)} has the highest AUC**, {_auc(compared[best]):.3f} against "
-        f"HIMALAYA's {_auc(ours):.3f}; HIMALAYA is behind within pairs "
+        f"HIMALAYA's {_auc(ours):.3f}; HIMALAYA is {side_of(ours, compared[best])} it within pairs "
         f"{difference_told(ours, compared[best])}."
     )
 
@@ -240,7 +253,7 @@ def _control_told(ours, control, methods, equal):
             else "The control")
     return (
         f"{bank}, {short_name(control)}, has {_auc(b):.3f}; {who}, with {_auc(a):.3f}, is "
-        f"{'ahead of' if _auc(a) > _auc(b) else 'behind'} it {difference_told(a, b)}."
+        f"{side_of(a, b)} it {difference_told(a, b)}."
     )
 
 # %% ../../nbs/study/08_claims.ipynb #d2fb4bcb

@@ -45,7 +45,8 @@ class Duel:
     def earned(self, by: str = "cheaper") -> str: # or faster
         "Whether the controller has earned its place against this opponent."
         # without enough pairs, or the measurement, there is no verdict to give
-        if self.n < MAIN_PAIRS or by == "faster" and self.time is None: return CANNOT
+        measured = self.time is not None and is_number(self.time[1])
+        if self.n < MAIN_PAIRS or by == "faster" and not measured: return CANNOT
         return HOLDS if (self.as_good, getattr(self, by)) == (HOLDS, HOLDS) else FAILS
 
 # %% ../../nbs/study/10_duels.ipynb #2bc5a4a4

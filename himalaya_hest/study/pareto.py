@@ -100,7 +100,7 @@ def _equal_row(e, ours, mask):
     p = sign_flip_p(d) if len(d) >= MAIN_PAIRS else math.nan
     return [
         ours, mask, len(d), _mean(e.blocks[ours], "energy_share"), float(a.mean()),
-        float(b.mean()), *found, p, effect_size(d), ruled(*found[1:], 0.0, above=True),
+        float(b.mean()), *found, p, effect_size(d), ruled(*found[1:], 1e-12, above=True), # level is not above
     ]
 
 # %% ../../nbs/study/11_pareto.ipynb #68138a2d

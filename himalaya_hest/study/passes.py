@@ -193,7 +193,9 @@ def held_told(
             f"stays as it was learned")
 
 # %% ../../nbs/study/22_passes.ipynb #7146673f
-def _word(r): return "faster" if r["high"] < 1 else "slower" if r["low"] > 1 else "no difference shown"
+def _word(r):
+    if r["high"] is None: return "too few prompts for an interval"
+    return "faster" if r["high"] < 1 else "slower" if r["low"] > 1 else "no difference shown"
 
 def passes_verdict(
     record: dict, # of `bench/passes.py`
@@ -250,6 +252,7 @@ def target_word(
     most: float, # that was aimed at
 ) -> str:
     "Does the figure hold, and its interval with it?"
+    if r["high"] is None: return "too few prompts for an interval"
     if r["high"] <= most: return "holds"
     if r["low"] > most: return "not reached"
     return "holds in the median alone" if r["median"] <= most else "not shown"
