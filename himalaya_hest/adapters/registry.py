@@ -225,7 +225,9 @@ def adapter_bytes(
         written = peft.get_peft_model_state_dict(adapter.model, save_embedding_layers=False)
         out = {"adapter": _nbytes(written.values())}
     for h in adapter.hooks.hooks:
-        if isinstance(h, EWC): out["ewc"] = _nbytes(h.state_dict().values())
+        # what the package's own methods keep is a part of theirs
+        part = "ewc" if isinstance(h, EWC) else "" if type(h).__module__.startswith("himalaya_hest.") else "hooks"
+        if part and (n := _nbytes(h.state_dict().values())): out[part] = out.get(part, 0) + n
     return out
 
 def serving_bytes(
@@ -233,7 +235,7 @@ def serving_bytes(
 ) -> int:
     "Bytes of what a server must hold beside the backbone."
     if hasattr(adapter.tuner, "serving_bytes"): return adapter.tuner.serving_bytes()
-    return sum(n for part, n in adapter_bytes(adapter).items() if part != "ewc")
+    return sum(n for part, n in adapter_bytes(adapter).items() if part not in ("ewc", "hooks"))
 
 # %% ../../nbs/adapters/16_registry.ipynb #29e4b4f0
 def adapter_table(

@@ -17,7 +17,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..ground.hooks import StreamHooks, TaskContext
+from ..ground.hooks import HookList, StreamHooks, TaskContext, check_hooks, in_turn
 from ..ground.processes import num_processes
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #2f03e582
@@ -28,7 +28,14 @@ def hooks_of(
     is_peft = lambda m: hasattr(m, "base_model") and hasattr(m, "peft_config")
     model = next(filter(is_peft, model.modules()), model)
     tuner = getattr(model, "base_model", model)
-    return tuner.stream_hooks() if hasattr(tuner, "stream_hooks") else StreamHooks()
+    if not hasattr(tuner, "stream_hooks"): return StreamHooks()
+    # what they keep of one task is there for the next, as long as it is the same adapter
+    kept, name = tuner.__dict__.setdefault("_hooks_kept", {}), tuner.active_adapters[0]
+    config, hooks = kept.get(name, (None, None))
+    if config is not tuner.peft_config[name]:
+        hooks = tuner.stream_hooks()
+        kept[name] = tuner.peft_config[name], hooks
+    return hooks
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #87ba2491
 def tasks_begun(
@@ -63,19 +70,24 @@ class Driven:
     ):
         self.model, self.hooks, self.passed, self.old, self.stepped = model, hooks, False, {}, False
         self.owed = False # were there terms since the last step, and has no backward come to one?
+        self.asking = False # are terms being made?
     def reached(self, gradient): self.owed = False
 
 # %% ../../nbs/bridge/09_own_loop.ipynb #5050ebc9
 @patch
 def add_terms(self: Driven, model, args, inputs, output):
     "Forward hook: what hooks add to the loss goes into `output.loss`."
-    if not (model.training and torch.is_grad_enabled()) or inputs.get("labels") is None:
+    if not (model.training and torch.is_grad_enabled()) or inputs.get("labels") is None or self.asking:
         return None
     share = share_of(inputs["labels"], inputs.get("num_items_in_batch"))
     self.passed = True
-    of_step = self.hooks.extra_loss(model, inputs)
-    terms = (None if of_step is None else share * of_step,
-             self.hooks.micro_batch_loss(model, inputs, share))
+    # a term may ask the model again, as distillation does
+    self.asking = True
+    try:
+        of_step = self.hooks.extra_loss(model, inputs)
+        terms = (None if of_step is None else share * of_step,
+                 self.hooks.micro_batch_loss(model, inputs, share))
+    finally: self.asking = False
     # whether a backward comes to it is asked before the step
     for term in (t for t in terms if t is not None):
         if term.requires_grad:
@@ -103,7 +115,7 @@ def before_step(self: Driven, optimizer, args, kwargs):
     # a loop may make its loss of logits, or of log-probabilities
     if self.owed:
         raise RuntimeError(
-            f"what {type(self.hooks).__name__} adds to out.loss is in no backward: this loop "
+            f"what {' and '.join(type(h).__name__ for h in getattr(self.hooks, 'hooks', [self.hooks]))} adds to out.loss is in no backward: this loop "
             "makes its loss of something else. Take model(**batch).loss; with TRL that is "
             "class Ours(SFTTrainer): compute_loss = transformers.Trainer.compute_loss")
     self.hooks.after_backward()
@@ -257,7 +269,7 @@ def learning(
     optimizer: torch.optim.Optimizer, # over all that is trained, see `make_optimizer`
     instruction: str = "", # the task's instruction as text, for methods that are told it
     n_steps: int | None = None, # optimiser steps of the task; None: one a batch of the loader
-    hooks: StreamHooks | None = None, # None: those of the model's adapter
+    hooks: StreamHooks | None = None, # of one's own, beside those of the model's adapter
 ):
     """Makes of the training loop inside one task of a stream: its hooks run around each step of
     `optimizer`, and their terms are in `out.loss`. Ends with the model in evaluation mode; of a
@@ -265,16 +277,22 @@ def learning(
     parameter, a loader that can be read only once, within another block of the same model and in
     one of several processes; RuntimeError where no step was made, where another optimiser steps
     and where no backward comes to the hooks' terms."""
-    optimizer, hooks = _inner(optimizer), hooks or hooks_of(model)
+    own, optimizer = hooks_of(model), _inner(optimizer)
+    given = [] if hooks is None or hooks is own else [hooks]
+    check_hooks(given)
+    hooks = HookList(in_turn([own], given)) if given and type(own) is not StreamHooks else hooks or own
     _check_processes(); _check_optimizer(model, optimizer); _check_loader(loader, n_steps)
     steps, driven = len(loader) if n_steps is None else n_steps, Driven(model, hooks)
     task = TaskContext(name, next_index(model, hooks), steps, loader, instruction)
     with one_task(model, name, hooks):
         hooks.on_task_start(task)
+        # which may have put more into training
+        _check_optimizer(model, optimizer)
         # what is hooked is unhooked, also where the loop raises
-        with put_back(model), driven.hooked(optimizer):
-            model.train()
-            yield
-            driven.check_stepped()
-        model.eval()
-        hooks.on_task_end(loader)
+        with put_back(model):
+            with driven.hooked(optimizer):
+                model.train()
+                yield
+                driven.check_stepped()
+            model.eval()
+            hooks.on_task_end(loader)

@@ -26,7 +26,8 @@ from ..measures.record_shape import NEEDED
 from ..measures.records import check_record, grid_file, plain_json, unpack_records
 from ..ground.table import Table
 from ..adapters.defaults import searched_defaults
-from ..adapters.names import _config_class, need_adapter_module, parse_adapter
+from ..adapters.names import (
+    _config_class, adapter_names, import_adapter_module, need_adapter_module, parse_adapter)
 
 # %% ../../nbs/jobs/14_again.ipynb #7109eb85
 def commands_in(
@@ -150,6 +151,8 @@ def parameters_of(
     or are none."""
     _check_repeatable(record, allow_code_execution, adapter_module)
     _check_version(record)
+    # without its module the parameters of a method of one's own are not known
+    if record["config"]["adapter"].partition("+")[0] not in adapter_names(): import_adapter_module(adapter_module)
     left_out = (*PLACES, "adapter_source")
     kept = {k: v for k, v in as_it_was(record["config"]).items() if k not in left_out}
     if adapter_module: kept["adapter_module"] = adapter_module

@@ -8,13 +8,14 @@ __all__ = ['run_continual', 'main']
 # %% ../../nbs/jobs/10_run.ipynb #8af530f7
 import json
 import sys
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Callable
 
 import torch.distributed as dist
 
-from ..ground.hooks import StreamHooks
+from ..ground.hooks import StreamHooks, check_hooks
 from ..ground.quiet import no_waiting_bars
 from ..ground.processes import (
     followed, is_main_process, Leading, start_processes, with_processes)
@@ -34,12 +35,7 @@ from ..running.run_files import exit_status, read_arguments
 # %% ../../nbs/jobs/10_run.ipynb #7577dee7
 def _hook_names(given, hooks):
     "Class names of the hooks; `ValueError` for what is no hook, and where a run file names others."
-    for h in hooks:
-        if not isinstance(h, StreamHooks):
-            raise ValueError(
-                f"hooks has {h!r}, expected instances of StreamHooks"
-                + (f": give {h.__name__}(...)" if isinstance(h, type) else "")
-            )
+    check_hooks(hooks)
     names = [type(h).__name__ for h in hooks]
     # a run that is taken up must be driven by what drove it before
     if given.get("hooks") and given["hooks"] != names:
@@ -105,6 +101,9 @@ def _asked(config, quiet, hooks, on_task):
         check_mirror(asked, given)
         config, found = _searched(asked, quiet)
         if record_file(config).exists() and not config.overwrite:
+            if hooks and not given.get("run_id"):
+                warnings.warn(f"{config.run_id} is finished and shown: what a hook was made with is no "
+                              "part of a run's name. Give a run_id for each, or overwrite=True")
             return _told(Record(shown(config, on_task)), others)
         return _lead(config, others, found, quiet=quiet, hooks=hooks, on_task=on_task)
 

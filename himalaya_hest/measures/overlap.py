@@ -94,7 +94,9 @@ def _bleu_tokenizer(name):
 @lru_cache(maxsize=10_000)
 def _bleu_tokens(text, language):
     "What sacrebleu's own preprocessing makes of a segment."
-    return _bleu_tokenizer("zh" if language == "zh" else "13a")(text.rstrip())
+    # zh-CN, zh_Hans and cmn are Chinese as well
+    chinese = (language or "").lower().startswith(("zh", "cmn"))
+    return _bleu_tokenizer("zh" if chinese else "13a")(text.rstrip())
 
 # %% ../../nbs/measures/01_overlap.ipynb #144d797f
 def _streams(references):

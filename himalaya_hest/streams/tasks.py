@@ -21,9 +21,11 @@ from .templates import as_text, brief, fill, parse_template, resolve, spelled
 # %% ../../nbs/streams/02_tasks.ipynb #80714cb6
 _TRUE, _FALSE = {"yes", "true", "y"}, {"no", "false", "n"}
 
-def _contradicts(value, labels): # does the label at the place of a truth value say the other one?
-    said = labels[value].strip().casefold() if len(labels) == 2 else ""
-    return said in (_FALSE if value else _TRUE)
+def _contradicts(value, labels): # does the label at the place of a truth value say another one?
+    texts, meant = [l.strip().casefold() for l in labels], _TRUE if value else _FALSE
+    # where a label spells the value, that one is meant
+    if any(t in meant for t in texts): return texts[value] not in meant
+    return texts[value] in (_FALSE if value else _TRUE)
 
 def _counted(labels): # are they whole numbers that go up one by one?
     try: numbers = [int(l) for l in labels]
@@ -155,7 +157,9 @@ def labels_for_metric(
 ) -> tuple[str, ...] | None: # what `measures.text.score` takes as `labels`
     "Label texts, or for questions the word that means that there is no answer."
     if task.kind == "entities": return None
-    return task.labels or (None if task.no_answer is None else (task.no_answer,))
+    silent = None if task.no_answer is None else (task.no_answer,)
+    # of a metric over answers labels would be words for no answer
+    return silent if task.metric in ("token_f1", "entity_f1") else task.labels or silent
 
 @patch(as_prop=True)
 def metric_labels(self: Task) -> tuple[str, ...] | None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..adapters.names import parse_adapter
 from ..adapters.registry import Adapter, hooked
-from ..ground.hooks import HookList, StreamHooks
+from ..ground.hooks import HookList, StreamHooks, check_hooks, in_turn
 from .settings import method_of
 
 # %% ../../nbs/trainer/04_attached.ipynb #a8f075ed
@@ -46,6 +46,7 @@ def adapter_of(
     """The adapter of a model as a run knows one. `TypeError` for a model without an adapter,
     `ValueError` for one that learns virtual tokens, and for EWC beside a method that it has nothing
     to protect in."""
+    check_hooks(hooks)
     beside = {} if ewc is True else None if ewc is False else ewc
     name = method_of(model) + "+ewc" * (beside is not None)
     if model.active_peft_config.is_prompt_learning:
@@ -54,6 +55,5 @@ def adapter_of(
                          "LoraConfig")
     parse_adapter(name)
     out = hooked(name, model, tokenizer, beside, seed, backbone_names(model))
-    first, others = ([h for h in hooks if h.ends_first == whether] for whether in (True, False))
-    out.hooks = HookList([*first, *out.hooks.hooks, *others])
+    out.hooks = HookList(in_turn(out.hooks.hooks, hooks))
     return out

@@ -108,13 +108,18 @@ def _apart(args, ewc): # what a task is trained with beside rows and settings
                 sampling=getattr(args, "train_sampling_strategy", "random"))
 
 def _tell_unprotected(trainer):
-    "Warn of tasks that EWC cannot hold: what it measured of them is elsewhere."
-    learned = trainer.before.tasks
-    if "+ewc" not in trainer.adapter.name or not learned or trainer.args.resume_from_checkpoint: return
-    warnings.warn(
-        f"EWC protects nothing of what this adapter has learned before ({', '.join(learned)}): its measures "
-        "are in the trainer that learned it and in its checkpoints. Go on with that trainer, or with "
-        "resume_from_checkpoint")
+    "Warn of tasks that EWC, or a hook of one's own, knows nothing of: what it measured is elsewhere."
+    learned, own = trainer.before.tasks, "+ewc" in trainer.adapter.name
+    if not learned or trainer.args.resume_from_checkpoint: return
+    # of those, what keeps something between tasks
+    theirs = [type(h).__name__ for h in trainer.adapter.hooks.hooks
+              if not type(h).__module__.startswith("himalaya_hest.")
+              and type(h).state_dict is not StreamHooks.state_dict]
+    for name in [*["EWC"] * own, *theirs]:
+        warnings.warn(
+            f"{name} knows nothing of what this adapter has learned before ({', '.join(learned)}): what it "
+            "measured or kept is in the trainer that learned it and in its checkpoints. Go on with that "
+            "trainer, or with resume_from_checkpoint")
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #8af3a8b3
 def _begin(trainer, max_length):
@@ -186,6 +191,10 @@ def _known(trainer, name, rows, instruction, metric, labels, max_new_tokens, sto
     return encoded, task
 
 # %% ../../nbs/trainer/07_continual_trainer.ipynb #d3ffe7de
+def _judged(task): # what a task's score hangs on, beside the model
+    if (of := task.held_back) is None: return ()
+    return of.metric, of.labels, [p["input_ids"] for p in of.prompts], of.references
+
 def _hold_back(trainer, task, rows):
     "The evaluation of a task on held-back rows, laid out as its training rows."
     held = encode_rows(task.name, rows, trainer.processing_class, task.instruction,
@@ -222,13 +231,14 @@ def learn(self: ContinualTrainer,
     rows, task = _known(self, name, rows, instruction, metric, labels, max_new_tokens, stop)
     if eval_rows is not None: task.held_back = _hold_back(self, task, eval_rows)
     training = training_of(self.args, self.own, self.steps_of(rows), num_processes())
-    mark = task_mark(name, rows.rows, training | self.apart, self.model.active_peft_config)
+    mark = task_mark(name, rows.rows, training | self.apart, self.model.active_peft_config, _judged(task))
     learned = self.position.learned[len(self.tasks):]
     if known := learned[0] if learned else self.position.begun:
         check_known(known, mark, self.args.output_dir)
     self.tasks[name] = task
     # what the checkpoint has finished is passed over
     if learned:
+        if task.held_back is not None: self.position.judge_anew(len(self.tasks) - 1, mark)
         tasks_begun(self.model).append(name)
         self.tell_card()
         return TrainOutput(self.state.global_step, float("nan"), {})

@@ -32,6 +32,12 @@ class Position:
     log_history: list[dict] = field(default_factory=list)
     n_checkpoints: int = 0
 
+    def judge_anew(self, k: int, mark: dict) -> None:
+        "Scores of the k-th task that are of another metric or other rows are none."
+        if self.learned[k].get("judged", mark["judged"]) == mark["judged"]: return
+        self.learned[k] = mark
+        for row in self.scores: row.pop(mark["name"], None)
+
 # %% ../../nbs/trainer/05_position.ipynb #1fa0c11c
 def config_digest(
     config: PeftConfig, # of the adapter
@@ -45,11 +51,12 @@ def task_mark(
     rows: list[dict], # its encoded training rows
     settings: dict, # it is trained with, plain data
     config: PeftConfig, # of the adapter that learns it
+    judged: tuple = (), # by what its answers are, plain data
 ) -> dict: # name, number of rows, digests
     "By what a task is known again."
     kept = [[r["input_ids"], r["labels"], r["instruction_mask"]] for r in rows]
     return dict(name=name, rows=len(rows), digest=digest_of(kept, settings),
-                config=config_digest(config))
+                config=config_digest(config), judged=digest_of(list(judged)))
 
 # %% ../../nbs/trainer/05_position.ipynb #09ac8361
 def stream_folder(
@@ -98,7 +105,7 @@ def check_known(
 ) -> None:
     "`ValueError` where a script that goes on asks for another task than it did before."
     # a checkpoint of an earlier version knows no configuration
-    other = [k for k, v in known.items() if asked[k] != v]
+    other = [k for k, v in known.items() if k != "judged" and asked[k] != v]
     if not other: return
     what = (f"the task {known['name']!r}, and not {asked['name']!r}" if "name" in other
             else f"task {asked['name']!r} with another configuration of the adapter"
