@@ -114,8 +114,9 @@ def before_step(self: Driven, optimizer, args, kwargs):
             "and take the loss from what it returns")
     # a loop may make its loss of logits, or of log-probabilities
     if self.owed:
+        each = getattr(self.hooks, "hooks", [self.hooks])
         raise RuntimeError(
-            f"what {' and '.join(type(h).__name__ for h in getattr(self.hooks, 'hooks', [self.hooks]))} adds to out.loss is in no backward: this loop "
+            f"what {' and '.join(type(h).__name__ for h in each)} adds to out.loss is in no backward: this loop "
             "makes its loss of something else. Take model(**batch).loss; with TRL that is "
             "class Ours(SFTTrainer): compute_loss = transformers.Trainer.compute_loss")
     self.hooks.after_backward()

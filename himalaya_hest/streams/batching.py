@@ -203,6 +203,7 @@ def around_answer(
         tokenizer.apply_chat_template(talk[:n], tokenize=False, add_generation_prompt=n == 1)
         for n in (1, 2)
     )
+    # both marks stand in it as they were given, and once
     if [prompt.count(_MARKS[0]), whole.count(_MARKS[1])] != [1, 1] or not whole.startswith(prompt):
         raise ValueError(
             f"the chat template of '{tokenizer.name_or_path}' does not put an answer "
