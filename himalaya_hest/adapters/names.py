@@ -84,8 +84,11 @@ def parse_adapter(
     return method, bool(plus)
 
 # %% ../../nbs/adapters/01_names.ipynb #657ac5d9
-def _source_digest(path):
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+def _source_digest(path): # of a file, or of all Python files of the package whose __init__.py it is
+    if not path: return ""
+    path = Path(path)
+    files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
 
 def _run_file(path, digest):
     "Import a file under its own name."
@@ -100,7 +103,13 @@ def _run_file(path, digest):
 # %% ../../nbs/adapters/01_names.ipynb #88e342e2
 def _imported(name, path):
     "Import a module, or a file unless it is loaded as it stands; the digest of its source."
-    if not path: return _source_digest(getattr(importlib.import_module(name), "__file__", None))
+    if not path:
+        module = importlib.import_module(name)
+        digest = _source_digest(getattr(module, "__file__", None))
+        # what was loaded is what runs, whatever its files say by now
+        if vars(module).setdefault("adapter_source", digest) != digest:
+            raise ImportError("its source was changed since it was loaded: start a new process")
+        return digest
     digest = _source_digest(path)
     if getattr(sys.modules.get(path.stem), "adapter_source", None) != digest:
         _run_file(path, digest)
@@ -124,10 +133,10 @@ def import_adapter_module(
             f"{told}: a module named {path.stem!r} is loaded already; give the file another name")
     try: return _imported(name, path)
     except ModuleNotFoundError as e:
-        raise ValueError(
-            f"{told}: {e}. Give the path of the file, ending in .py, or install the package that "
-            "has the module"
-        ) from e
+        # the module itself, or one that it imports
+        way = ("Install what it imports" if path or e.name != name else
+               "Give the path of the file, ending in .py, or install the package that has the module")
+        raise ValueError(f"{told}: {e}. {way}") from e
     except OSError as e: raise ValueError(f"{told} cannot be read: {e.strerror or e}") from None
     except Exception as e:
         raise ValueError(f"{told}: importing it raised {type(e).__name__}: {e}") from e
