@@ -83,8 +83,8 @@ def _apart(records, runs, asked):
     def auc(r): return r["summary"]["retained_accuracy_auc"]
     wide = {pair_of(r): auc(r) for r in records if short_name(method_of(r)) == WIDE}
     less = [auc(r) - wide[pair_of(r)] for r in runs]
-    return aim_row(asked.format(method_of(runs[0])), 0, True, float(np.mean(less)),
-                   (math.nan, math.nan), len(less))
+    interval = bca_interval(less) if len(less) >= MAIN_PAIRS else (math.nan, math.nan)
+    return aim_row(asked.format(method_of(runs[0])), 0, True, float(np.mean(less)), interval, len(less))
 
 def beside_wide(
     records: list[dict], # of one world; the wide bank among them
