@@ -156,14 +156,18 @@ def _searching(a): # what was parsed
             f"--trials {n}, mode {given.get('mode', 'full')!r}: no setting would be searched; "
             "give --trials a number above 0, and leave out mode=trial"
         )
-    return _resolved(given)
+    from himalaya_hest.jobs.spaces import check_open
+    config = _resolved(given)
+    check_open(config, given)
+    return config
 
 # %% ../../nbs/cli/01_runs.ipynb #c1a0000b
 def _trial_table(config, found):
     "Every trial, with its setting."
     from himalaya_hest.ground.table import Table
+    from himalaya_hest.jobs.spaces import told_value
     names = list(found["space"])
-    rows = [[t["number"] + 1, t["state"], t["auc"], *(t["setting"].get(n) for n in names)]
+    rows = [[t["number"] + 1, t["state"], t["auc"], *(told_value(t["setting"].get(n)) for n in names)]
             for t in found["trials"]]
     return Table(
         f"{config.adapter}: {found['n_trials']} trials on the first {found['n_tasks']} tasks "

@@ -116,10 +116,14 @@ def _stopped(jobs, watch):
     while any(not job.done() for job in jobs.active.values()): time.sleep(.2)
 
 # %% ../../nbs/jobs/21_grid.ipynb #9a88cd12
-def _check_one(record, config):
-    "`ValueError`, as of the run itself, for one of other data or another version of its method."
+def _check_one(record, config, whole):
+    """`ValueError`, as of the run itself, for one of other parameters, of other data or of another
+    version of its method."""
     from himalaya_hest.adapters.registry import version_fault
+    from himalaya_hest.running.resume import check_parameters
     from himalaya_hest.running.world import check_world
+    # what a search has found stands in the record alone, and a budget in a record that may have gone
+    if whole and not config.n_trials: check_parameters(Path(config.results_dir)/config.run_id, config)
     check_world(record, config)
     if fault := version_fault(record.get("method_versions"), config.adapter):
         raise ValueError(f"run {config.run_id} was made with {fault}")
@@ -130,7 +134,8 @@ def _check_finished(runs, results_dir):
         record = read_json(results_dir/run_id/"record.json")
         if "summary" not in record: continue
         # notes in the cache tell, in milliseconds; a budget's record may lie elsewhere by now
-        try: _check_one(record, resolve(parameters, later=[]))
+        missing = []
+        try: _check_one(record, resolve(parameters, later=missing), not missing)
         except ValueError as e:
             raise ValueError(
                 f"{e} (in a grid: give another --results-dir, or remove the run's folder)") from e

@@ -29,7 +29,7 @@ from ..measures.records import read_record, Record
 from ..running.checkpoint import FULL, telling_refusals
 from ..running.parameters import RunConfig
 from ..running.resolve import resolve
-from ..running.resume import claim_folder
+from ..running.resume import claimed_folder
 from ..running.run_files import exit_status, read_arguments
 
 # %% ../../nbs/jobs/10_run.ipynb #7577dee7
@@ -45,11 +45,19 @@ def _hook_names(given, hooks):
         )
     return names
 
+# %% ../../nbs/jobs/10_run.ipynb #f2557786
+def _found_before(config): # the search of a finished run, None where there is none
+    file = record_file(config)
+    return read_record(file).get("search") or None if file.exists() else None
+
 # %% ../../nbs/jobs/10_run.ipynb #57d4bc18
 def _searched(config, quiet):
     """The config with the best setting of its search in place, and the search's record, where it
     asks for one."""
     if not config.n_trials: return config, None
+    # a finished run has its setting, also where what was tried is gone
+    if not config.overwrite and (there := _found_before(config)):
+        return resolve(with_setting(config, there["best"]["setting"])), there
     if config.hooks:
         raise ValueError(
             f"parameter n_trials = {config.n_trials}, "
@@ -80,10 +88,10 @@ def _lead(config, others, found, **of_the_run):
     with locked_run(config, wait=found is not None) as (interrupts, lock):
         if lock.waited and record_file(config).exists():
             return _told(read_record(record_file(config)), others)
-        folder = claim_folder(config)
-        others.say(b"{}")
-        with working(folder, interrupts, lock) as process:
-            return Record(mirrored(config, process, folder, found=found, **of_the_run))
+        with claimed_folder(config) as folder:
+            others.say(b"{}")
+            with working(folder, interrupts, lock) as process:
+                return Record(mirrored(config, process, folder, found=found, **of_the_run))
 
 # %% ../../nbs/jobs/10_run.ipynb #fbe694ab
 def _asked(config, quiet, hooks, on_task):

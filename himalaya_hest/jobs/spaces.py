@@ -121,7 +121,9 @@ def _checked_choices(name, given):
     if not isinstance(choices, (list, tuple)) or not choices:
         raise ValueError(
             f"parameter search.space.{name} has choices {choices!r}, expected a list")
-    return dict(choices=list(choices), start=given.get("start", choices[0]))
+    if (start := given.get("start", choices[0])) not in choices:
+        raise ValueError(f"parameter search.space.{name}.start is {start!r}, expected one of {list(choices)}")
+    return dict(choices=list(choices), start=start)
 
 # %% ../../nbs/jobs/01_spaces.ipynb #cd8f6cd2
 def _checked_bounds(name, given):
@@ -135,7 +137,10 @@ def _checked_bounds(name, given):
             f"expected two numbers, the first smaller{', both positive (log)' * log}"
         )
     middle = type(low)(math.sqrt(low * high) if log else (low + high) / 2)
-    return dict(low=low, high=high, log=log, start=given.get("start", middle))
+    start = given.get("start", middle)
+    if isinstance(start, bool) or not isinstance(start, (int, float)) or not low <= start <= high:
+        raise ValueError(f"parameter search.space.{name}.start is {start!r}, expected one from {low!r} to {high!r}")
+    return dict(low=low, high=high, log=log, start=start)
 
 # %% ../../nbs/jobs/01_spaces.ipynb #d67e71a7
 def _checked_range(name, given):

@@ -377,8 +377,10 @@ def checked(
     known = {f.name: f for f in fields(cls)}
     for key in values:
         if key not in known:
+            # one of a group, named without it
+            full = [f"{g}.{key}" for g, c in GROUPS.items() if cls is RunConfig and hasattr(c, key)]
             raise ValueError(
-                f"unknown parameter {where}{key}{nearest(key, known, '.')} "
+                f"unknown parameter {where}{key}{nearest(full[0] if full else key, full or known, '.')} "
                 f"Known: {', '.join(known)}"
             )
     # YAML reads off as false

@@ -7,6 +7,7 @@ __all__ = ['PROJECT', 'with_budget', 'resolved_training', 'resolved_evaluation',
 
 # %% ../../nbs/running/05_resolve.ipynb #1e12ae22
 import json
+import os
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
@@ -382,6 +383,13 @@ def _check_formed(cfg):
             "ContinualTrainer, without eval_rows, and name the task with set_task."
         )
 
+# %% ../../nbs/running/05_resolve.ipynb #8506b06a
+def _as_written(value):
+    "Parameters as a YAML file has them."
+    if isinstance(value, dict): return {k: _as_written(v) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)): return sorted(map(_as_written, value))
+    return [_as_written(v) for v in value] if isinstance(value, (list, tuple)) else value
+
 # %% ../../nbs/running/05_resolve.ipynb #29bc6f60
 def resolve(
     parameters: RunConfig | dict, # any of its fields
@@ -393,12 +401,13 @@ def resolve(
     expected, and the nearest match."""
     # what is misspelled, ill-typed or out of range is refused before anything is looked for
     given = asdict(parameters) if isinstance(parameters, RunConfig) else parameters
-    cfg = checked(RunConfig, given)
+    cfg = checked(RunConfig, _as_written(given))
     for g in ("training", "evaluation"): checked(GROUPS[g], getattr(cfg, g), f"{g}.")
     _scaled(cfg)
     method, with_ewc = _resolve_adapter(cfg)
     check_protocol(cfg, method, with_ewc)
     _resolve_role(cfg, method)
+    cfg.results_dir = os.path.expanduser(cfg.results_dir)
     # a folder of rows that is named is meant
     cfg.source = cfg.source or ("local" if cfg.data_dir else load_stream(cfg.stream).source)
     check_places(cfg)

@@ -206,14 +206,16 @@ def read_arguments(
     behind the = is an empty text, `null` is None. `ValueError` for one that is named twice."""
     # a shell's slips are told before a file is looked for
     check_words(arguments)
-    _check_once([a.partition("=")[0] for a in arguments if "=" in a])
+    # a folder's name may have a = as well
+    named = [a for a in arguments if "=" in a and not os.path.isfile(a)]
+    _check_once([a.partition("=")[0] for a in named])
     out = {}
-    for path in (a for a in arguments if "=" not in a):
+    for path in (a for a in arguments if a not in named):
         for name, value in _read(path).items():
             laid = isinstance(value, dict) and isinstance(out.get(name), dict)
             out[name] = out[name] | value if laid else value
     # what is named by itself lies over the files
-    for name, _, text in (a.partition("=") for a in arguments if "=" in a):
+    for name, _, text in (a.partition("=") for a in named):
         value = _value_of(name, text)
         group, dot, _ = name.partition(".")
         if dot: _into_group(group, name, value, out)

@@ -175,10 +175,10 @@ def diverged_text(
     # with the numbers as they are, so that lower ones can be chosen
     lower = (f"Lower training.learning_rate (now {training['learning_rate']}) "
              f"or training.max_grad_norm (now {training['max_grad_norm']})")
-    # before its first update no rate has had an effect
-    if not broken and state.step <= state.skipped_in_a_row:
-        lower = ("No step of this task was finite, whatever the rate: try another dtype, "
-                 "adapter_config or model")
+    # before the first update of all no rate has had an effect
+    if not broken and state.step == state.skipped_in_a_row:
+        lower = ("No step of this task was finite. Is it the first one, then no rate helps: try another "
+                 f"dtype, adapter_config or model. Else {lower[0].lower()}{lower[1:]}")
     return (
         f"the {wrong} was not finite in {state.skipped_in_a_row} steps in a row, "
         f"the last of them step {state.step} of the task; {why}. {lower}"
