@@ -10,6 +10,7 @@ import argparse
 import difflib
 import json
 from pathlib import Path
+from shlex import quote
 
 from ..ground.quiet import LOADING, telling
 
@@ -43,6 +44,10 @@ def _check_runs(results_dir, run_ids):
     from himalaya_hest.measures.records import finished_runs, grid_file, load_record, select_runs
     if not (Path(results_dir).exists() or (grid_file(results_dir) or Path()).is_file()):
         raise FileNotFoundError(f"there is no folder {results_dir}")
+    if (run := Path(results_dir)/"record.json").exists():
+        at = run.absolute().parent
+        raise ValueError(f"{results_dir} is one run: himalaya-hest evaluate {quote(str(at.parent))} "
+                         f"--run-ids {quote(at.name)}")
     for name in select_runs(results_dir, run_ids):
         if name not in finished_runs(results_dir): load_record(results_dir, name)
 

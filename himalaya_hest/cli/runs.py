@@ -8,6 +8,7 @@ __all__ = ['run_parser', 'fetch_parser', 'plan_parser', 'N_TRIALS', 'RunParser',
 
 # %% ../../nbs/cli/01_runs.ipynb #c1a00003
 import argparse
+import os
 from pathlib import Path
 
 # %% ../../nbs/cli/01_runs.ipynb #eadd0b0d
@@ -78,7 +79,7 @@ def run(
     parameters = read_arguments(given)
     if not parameters.get("dry_run"):
         for name in ("results_dir", "cache_dir"):
-            make_folder(str(parameters.get(name) or "."), f"parameter {name}", keep=False)
+            make_folder(os.path.expanduser(str(parameters.get(name) or ".")), f"parameter {name}", keep=False)
     # what a run still waits for, a dry run says
     _resolved(parameters, later=[])
     from himalaya_hest.jobs.run import main

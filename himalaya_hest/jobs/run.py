@@ -11,6 +11,7 @@ import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Callable
 
 import torch.distributed as dist
@@ -136,10 +137,10 @@ def run_continual(
 # %% ../../nbs/jobs/10_run.ipynb #c47676a1
 def _print_record(record, results_dir):
     "What is there, what can be done with it next, and what to know of it."
-    folder = Path(results_dir)/record["run_id"]
+    folder = Path(results_dir).expanduser()/record["run_id"]
     there = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
     print(f"\n{record}\n\n{folder}: {', '.join(there)}. "
-          f"`himalaya-hest evaluate {folder.parent} --run-ids {folder.name}` makes figures of it.")
+          f"`himalaya-hest evaluate {quote(str(folder.parent))} --run-ids {quote(folder.name)}` makes figures of it.")
     for line in closing_lines(record): print(line)
 
 # %% ../../nbs/jobs/10_run.ipynb #63fb0d48
