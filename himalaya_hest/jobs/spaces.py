@@ -137,6 +137,7 @@ def _checked_bounds(name, given):
             f"expected two numbers, the first smaller{', both positive (log)' * log}"
         )
     middle = type(low)(math.sqrt(low * high) if log else (low + high) / 2)
+    # where the search begins is one of its values
     start = given.get("start", middle)
     if isinstance(start, bool) or not isinstance(start, (int, float)) or not low <= start <= high:
         raise ValueError(f"parameter search.space.{name}.start is {start!r}, expected one from {low!r} to {high!r}")
