@@ -644,6 +644,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                          'himalaya_hest/bridge/own_loop.py'),
                                                'himalaya_hest.bridge.own_loop.PutBack.on_task_start': ( 'bridge/own_loop.html#putback.on_task_start',
                                                                                                         'himalaya_hest/bridge/own_loop.py'),
+                                               'himalaya_hest.bridge.own_loop._beside': ( 'bridge/own_loop.html#_beside',
+                                                                                          'himalaya_hest/bridge/own_loop.py'),
                                                'himalaya_hest.bridge.own_loop._check_loader': ( 'bridge/own_loop.html#_check_loader',
                                                                                                 'himalaya_hest/bridge/own_loop.py'),
                                                'himalaya_hest.bridge.own_loop._check_optimizer': ( 'bridge/own_loop.html#_check_optimizer',

@@ -261,6 +261,16 @@ def one_task(
         raise
     finally: del _LEARNS[model]
 
+# %% ../../nbs/bridge/09_own_loop.ipynb #417383e5
+def _beside(own, given):
+    "The method's own hooks, and those that were given; all of a run's adapter have its own among them."
+    if given is None: return own
+    check_hooks([given])
+    there = given.hooks if isinstance(given, HookList) else [given]
+    # hooks that do nothing are those of a method without any
+    if type(own) is StreamHooks or any(type(h) is type(own) for h in there): return given
+    return HookList(in_turn([own], there))
+
 # %% ../../nbs/bridge/09_own_loop.ipynb #3482f9a8
 @contextlib.contextmanager
 def learning(
@@ -279,9 +289,7 @@ def learning(
     one of several processes; RuntimeError where no step was made, where another optimiser steps
     and where no backward comes to the hooks' terms."""
     own, optimizer = hooks_of(model), _inner(optimizer)
-    given = [] if hooks is None or hooks is own else [hooks]
-    check_hooks(given)
-    hooks = HookList(in_turn([own], given)) if given and type(own) is not StreamHooks else hooks or own
+    hooks = _beside(own, hooks)
     _check_processes(); _check_optimizer(model, optimizer); _check_loader(loader, n_steps)
     steps, driven = len(loader) if n_steps is None else n_steps, Driven(model, hooks)
     task = TaskContext(name, next_index(model, hooks), steps, loader, instruction)
