@@ -21,7 +21,7 @@ from torch import nn
 from .defaults import ADAPTER_DEFAULTS, EWC_DEFAULTS
 from .ewc import EWC
 from .names import OURS, _config_class, parse_adapter
-from ..ground.hooks import HookList, StreamHooks
+from ..ground.hooks import HookList, StreamHooks, is_ones_own
 from ..ground.rows import make_room
 from ..ground.spelling import nearest
 from ..ground.table import Table
@@ -226,7 +226,7 @@ def adapter_bytes(
         out = {"adapter": _nbytes(written.values())}
     for h in adapter.hooks.hooks:
         # what the package's own methods keep is a part of theirs
-        part = "ewc" if isinstance(h, EWC) else "" if type(h).__module__.startswith("himalaya_hest.") else "hooks"
+        part = "ewc" if isinstance(h, EWC) else "hooks" if is_ones_own(h) else ""
         if part and (n := _nbytes(h.state_dict().values())): out[part] = out.get(part, 0) + n
     return out
 

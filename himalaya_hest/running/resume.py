@@ -76,16 +76,19 @@ def _check_link(folder):
         )
 
 # %% ../../nbs/running/24_resume.ipynb #96b65a08
+def _refuse_other(folder, differ): # what differs, from `_differences`
+    if not differ: return
+    raise ValueError(
+        f"{folder} holds a run with other parameters ({'; '.join(differ)}). "
+        "Give another run_id, or overwrite=True to begin anew."
+    )
+
 def check_parameters(
     folder: Path, # of a run
     config: RunConfig, # resolved
 ) -> None:
     "`ValueError` naming what differs where the run in a folder is one of other parameters."
-    if not (differ := _differences(folder, config)): return
-    raise ValueError(
-        f"{folder} holds a run with other parameters ({'; '.join(differ)}). "
-        "Give another run_id, or overwrite=True to begin anew."
-    )
+    _refuse_other(folder, _differences(folder, config))
 
 # %% ../../nbs/running/24_resume.ipynb #dcbe181b
 def claim_folder(
@@ -101,7 +104,7 @@ def claim_folder(
     if config.overwrite and (differ or finished):
         _remove(_aside(folder))
         os.replace(folder, _aside(folder))
-    elif finished or (folder/"checkpoints").exists(): check_parameters(folder, config)
+    elif finished or (folder/"checkpoints").exists(): _refuse_other(folder, differ)
     _check_link(folder)
     with telling_refusals(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -78,13 +78,16 @@ def own_lines(
     return sorted(lines, key=lambda row: row["MB large"])
 
 # %% ../../nbs/study/23_aims.ipynb #f074c182
+def _of_orders(interval, n): # fewer than ten may point somewhere and show nothing, whatever is drawn anew
+    return interval if n >= MAIN_PAIRS else (math.nan, math.nan)
+
 def _apart(records, runs, asked):
     "The row of runs that no table may hold beside the others, held against the wide bank by pairs."
     def auc(r): return r["summary"]["retained_accuracy_auc"]
     wide = {pair_of(r): auc(r) for r in records if short_name(method_of(r)) == WIDE}
     less = [auc(r) - wide[pair_of(r)] for r in runs]
-    interval = bca_interval(less) if len(less) >= MAIN_PAIRS else (math.nan, math.nan)
-    return aim_row(asked.format(method_of(runs[0])), 0, True, float(np.mean(less)), interval, len(less))
+    return aim_row(asked.format(method_of(runs[0])), 0, True, float(np.mean(less)),
+                   _of_orders(bca_interval(less), len(less)), len(less))
 
 def beside_wide(
     records: list[dict], # of one world; the wide bank among them
@@ -103,9 +106,7 @@ def beside_wide(
         for form in forms:
             both = [r for r in records if form == (m := method_of(r)) or short_name(m) == WIDE]
             row, = paired_table(both, form, least=FEWEST).records()
-            interval = row["95 % from"], row["to"]
-            # fewer than ten orders may point somewhere and show nothing
-            if row["n"] < MAIN_PAIRS: interval = math.nan, math.nan
+            interval = _of_orders((row["95 % from"], row["to"]), row["n"])
             out.append(
                 aim_row(asked.format(form), 0, True, row["difference"], interval, row["n"]))
     return out
@@ -123,8 +124,7 @@ def own_scores(
     if not (forms := [x for x in lines if above_mb < x["MB large"] <= limit_mb]):
         return [not_run(asked(k, "himalaya"), limit, k != LOST) for k, limit in limits.items()]
     ends = {"AUC": ("95 % from", "to"), "final": ("rows from", "rows to"), LOST: ("lost from", "lost to")}
-    # rows and tasks of a few orders say nothing about other orders
-    def interval(k, x): return [x[e] if x["n"] >= MAIN_PAIRS else math.nan for e in ends[k]]
+    def interval(k, x): return _of_orders([x[e] for e in ends[k]], x["n"])
     return [aim_row(asked(k, x["method"]), limit, k != LOST, x[k], interval(k, x), x["n"])
             for x in forms for k, limit in limits.items()]
 

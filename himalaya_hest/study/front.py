@@ -69,10 +69,12 @@ def _how(low, high): # a difference with this interval
     # without an interval nothing is told
     return "above" if low > 0 else "below" if high < 0 else "not told apart from"
 
-def _hows(row): # of the paired table: over the stream; at its end, by rows and over orders
+def _intervals(row): # of the paired table: over the stream; at its end, by rows and over orders
     ends = ("95 % from", "to"), ("rows from", "rows to"), ("final from", "final to")
     # a table of a few pairs has no such columns
-    return [_how(*(row.get(end, math.nan) for end in of)) for of in ends]
+    return [[row.get(end, math.nan) for end in of] for of in ends]
+
+def _hows(row): return [_how(*of) for of in _intervals(row)]
 
 def _at_end(by_rows, over_orders):
     if by_rows == over_orders: return "at the end"
@@ -125,11 +127,10 @@ def beside_table(
     lines, against = main_lines(records), paired_lines(records)
     columns = ["HIMALAYA beside", "its bytes over the bank's, d = 4096", "at the trained width",
                "score over the stream", "at the end, by rows", "at the end, over orders"]
-    ends = ("95 % from", "to"), ("rows from", "rows to"), ("final from", "final to")
     def row(name, shares, of):
-        told = [of["difference"], of["final"], of["final"]]
+        figures = of["difference"], of["final"], of["final"]
         return [name, *map(_share, shares),
-                *(_told(x, *(of.get(e) for e in of_it)) for x, of_it in zip(told, ends))]
+                *(_told(x, *interval) for x, interval in zip(figures, _intervals(of)))]
     def shares(ours, bank): return [ours[size] / bank[size] for size in ("MB large", "MB kept")]
     # the wide bank first, since it is what everybody would compare with
     rows = [row(FRONT[m][0], shares(lines["himalaya"], lines[m]), against[m])
@@ -187,13 +188,13 @@ def end_verdict(
 # %% ../../nbs/study/16_front.ipynb #957edc68
 NOT_APART = "≈" # the interval over orders holds zero
 
-def _short(difference, over_orders, by_rows=None): # intervals as pairs, None or not a number: none
+def _short(difference, over_orders, by_rows=None): # intervals as pairs, not a number: none
     """A difference in a cell: † where it is told apart over evaluated rows alone, in brackets where
     there is no interval."""
     figure = f"{difference:+.3f}".replace("-", "−")
-    def told(interval): return interval[0] > 0 or interval[1] < 0
-    if is_number(over_orders[0]) and told(over_orders): return figure
-    if by_rows and is_number(by_rows[0]) and told(by_rows): return figure + " †"
+    def apart(interval): return _how(*interval) in ("above", "below")
+    if apart(over_orders): return figure
+    if by_rows and apart(by_rows): return figure + " †"
     return NOT_APART if is_number(over_orders[0]) else f"({figure})"
 
 def _runs_of(records, form, bank): # that bank, of as many bytes where there are several
@@ -215,10 +216,9 @@ def verdict_row(
     runs = _runs_of(records, form, bank)
     of, = paired_table(runs, form, least=1).records()
     sizes = {short_name(m): large_mb(found) for m, found in by_pair(runs).items()}
-    def pair(*names): return [of.get(n, math.nan) for n in names]
+    over_stream, by_rows, over_orders = _intervals(of)
     return [tasks, called, FRONT[bank][0], f"{sizes[form]:.2f}, {sizes[bank]:.2f}", of["n"],
-            _short(of["difference"], pair("95 % from", "to")),
-            _short(of["final"], pair("final from", "final to"), pair("rows from", "rows to"))]
+            _short(of["difference"], over_stream), _short(of["final"], over_orders, by_rows)]
 
 # %% ../../nbs/study/16_front.ipynb #1d4c8401
 WORLDS = { # file of records → what it is called

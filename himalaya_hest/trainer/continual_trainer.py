@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ..bridge.facts import describe
 from ..bridge.own_loop import PutBack, check_trained, tasks_begun
-from ..ground.hooks import HookList, StreamHooks
+from ..ground.hooks import HookList, StreamHooks, is_ones_own
 from ..ground.processes import num_processes
 from ..measures.text import get_metric
 from ..running.evaluation import EvaluationTask
@@ -113,8 +113,7 @@ def _tell_unprotected(trainer):
     if not learned or trainer.args.resume_from_checkpoint: return
     # of those, what keeps something between tasks
     theirs = [type(h).__name__ for h in trainer.adapter.hooks.hooks
-              if not type(h).__module__.startswith("himalaya_hest.")
-              and type(h).state_dict is not StreamHooks.state_dict]
+              if is_ones_own(h) and type(h).state_dict is not StreamHooks.state_dict]
     for name in [*["EWC"] * own, *theirs]:
         warnings.warn(
             f"{name} knows nothing of what this adapter has learned before ({', '.join(learned)}): what it "
