@@ -129,6 +129,7 @@ def check_hooks(
         raise ValueError(f"hooks has {h!r}, expected instances of StreamHooks"
                          + (f": give {h.__name__}(...)" if isinstance(h, type) else ""))
 
+# %% ../../nbs/ground/05_hooks.ipynb #243a56d3
 def is_ones_own(hook: StreamHooks) -> bool: # of no method that the package ships
     return not type(hook).__module__.startswith("himalaya_hest.")
 
