@@ -152,6 +152,20 @@ def hooked(
     takes_masks = "prompt_mask" in model.special_peft_forward_args
     return Adapter(name, model, HookList(hooks), takes_masks, base_names)
 
+# %% ../../nbs/adapters/16_registry.ipynb #5583c991
+def _check_norms(model):
+    "DoRA divides by the norms of a weight's rows: `ValueError` where some are 0."
+    at = [name.split(".lora_magnitude_vector")[0] for name, p in model.named_parameters()
+          if ".lora_magnitude_vector" in name and not p.is_meta and not p.all()]
+    if not at: return
+
+    # what can be trained is said by the names that target_modules takes
+    left = {name.rsplit(".", 1)[-1] for name in at}
+    raise ValueError(
+        f"use_dora divides by the norm of each row, and {len(at)} layers of this backbone have rows "
+        f"of zeros: {', '.join(sorted(left))}; leave these out of adapter_config.target_modules, "
+        "or set use_dora=false")
+
 # %% ../../nbs/adapters/16_registry.ipynb #374cfe87
 def _seeded(seed, build):
     "Build with torch's global generator seeded, and leave that generator as it was."
@@ -170,11 +184,12 @@ def build_adapter(
     seed: int = 0, # initialisation and sampled labels
 ) -> Adapter:
     """Attach an adapter by name; the backbone's own parameters are frozen. On a backbone of meta
-    tensors it has shapes and no values."""
+    tensors it has shapes and no values. `ValueError` for DoRA on rows of zeros."""
     method, with_ewc = parse_adapter(name)
     config = resolve_adapter_config(name, preset, adapter_config, seed)
     names = frozenset(n for n, _ in [*backbone.named_parameters(), *backbone.named_buffers()])
     model = _seeded(seed, lambda: peft.get_peft_model(backbone, _config_class(method)(**config)))
+    _check_norms(model)
 
     # statistics of text are values, which meta tensors have not
     has_values = not any(p.is_meta for p in backbone.parameters())

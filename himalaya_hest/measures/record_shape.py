@@ -96,7 +96,7 @@ ABOUT = { # part of a record → what it holds
     "tracker": "where the run was mirrored",
     "versions": "of Python and of the libraries that decide figures",
     "method_versions": "the number of the method's form that made the run",
-    "code_version": "of the package: version, commit, whether files were changed",
+    "code_version": "of the package: version, commit, whether files were changed; `earlier`: of processes before",
     "device": "processor, instruction sets and threads",
     "command": "what made the record",
 }
