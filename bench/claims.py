@@ -93,7 +93,7 @@ def trained(stream, parameters):
 @functools.cache
 def version():
     "The code that this process began with, whatever is committed while it runs."
-    from himalaya_hest.running.record import code_version
+    from himalaya_hest.running.continual_run import code_version
     return code_version()
 
 

@@ -42,7 +42,7 @@ def one(name, trials, results_dir, out):
     from himalaya_hest.running.resolve import resolve
     from himalaya_hest.jobs.run import run_continual
     from himalaya_hest.running.record import versions
-    from himalaya_hest.running.record import code_version
+    from himalaya_hest.running.continual_run import code_version
     from himalaya_hest.jobs.search import search
     from himalaya_hest.jobs.search import dead_parameters
     from himalaya_hest.running.run_lock import locked

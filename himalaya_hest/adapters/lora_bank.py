@@ -295,7 +295,7 @@ def bank_route(
 ) -> Update | None: # None: there is nothing to apply
     "In training the current task's LoRA for every sequence, otherwise each sequence's own."
     now = int(core.current)
-    if core.training and torch.is_grad_enabled():
+    if core.learns():
         return None if now < 0 else core.dictionary(core.current[None], e.new_ones(len(e), 1), now)
     if int(core.used) == 0: return None
     tasks, which = core.find(e, tau).unique(return_inverse=True)

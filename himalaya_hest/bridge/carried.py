@@ -6,7 +6,7 @@
 __all__ = ['Carried', 'carry', 'leave_with']
 
 # %% ../../nbs/bridge/09a_carried.ipynb #15ccc139
-from functools import partial
+from functools import cache as made_once, partial, partialmethod
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
@@ -36,21 +36,27 @@ def carry(cls: type[Carried], tuner: BaseTuner, layers: list[nn.Module]) -> None
         if not isinstance(f, Carried):
             layer._gradient_checkpointing_func = cls(tuner, layer._gradient_checkpointing_func)
 
-# %% ../../nbs/bridge/09a_carried.ipynb #0f405d29
-_MOVES = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices")
-
-def leave_with(cache, routed) -> None:
-    "A cache keeps what was routed for its rows."
-    cache.himalaya_routing, cache.himalaya_rows = routed, None
-    if torch.compiler.is_compiling(): return
-    for move in _MOVES: setattr(cache, move, partial(_moved, cache, move))
-
+# %% ../../nbs/bridge/09a_carried.ipynb #839fad93
 def _moved(cache, move, given):
     "A cache's own method; which row of the routing each of its rows has now."
-    getattr(type(cache), move)(cache, given)
+    getattr(type(cache).__base__, move)(cache, given)
     rows = cache.himalaya_rows
     if rows is None:
         pairs = cache.himalaya_routing.contexts.values()
         rows = torch.arange(next(len(e) for e, _ in pairs))
     cache.himalaya_rows = (rows.repeat_interleave(given) if move == "batch_repeat_interleave"
                            else rows[torch.as_tensor(given, device="cpu")])
+
+# %% ../../nbs/bridge/09a_carried.ipynb #0f405d29
+_MOVES = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices")
+
+def leave_with(cache, routed) -> None:
+    "A cache keeps what was routed for its rows."
+    cache.himalaya_routing, cache.himalaya_rows = routed, None
+    if torch.compiler.is_compiling() or hasattr(type(cache), "moves_routing"): return
+    cache.__class__ = _moving(type(cache))
+
+@made_once
+def _moving(cls):
+    "A class of caches whose moves are noted. A method of the instance would keep it alive by itself."
+    return type(cls.__name__, (cls,), dict(moves_routing=True) | {m: partialmethod(_moved, m) for m in _MOVES})

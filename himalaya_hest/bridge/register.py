@@ -135,6 +135,7 @@ def _guard(cls, name, by):
 _guard(peft.PeftModel, "save_pretrained", "guard_saving")
 _guard(peft.PeftModel, "from_pretrained", "guard_loading")
 _guard(peft.PeftModel, "load_adapter", "guard_loading")
+_guard(peft.PeftModel, "delete_adapter", "guard_deleting")
 _guard(peft.auto._BaseAutoPeftModel, "from_pretrained", "guard_auto")
 
 # %% ../../nbs/bridge/01_register.ipynb #7dcdefb0
@@ -148,13 +149,14 @@ def settle(
 # %% ../../nbs/bridge/01_register.ipynb #c4a01ecf
 def prepare_quantised(
     model: nn.Module, # just loaded
+    trained: bool = True, # are gradients asked of it? Else what an evaluation has spoilt stays so
 ) -> int: # how many 4-bit layers it has
     "Keep gradients through 4-bit layers exact on a CPU; `ValueError` if an evaluation has spoilt one already."
     layers = [(n, m) for n, m in model.named_modules() if hasattr(m, "support_avx512bf16_for_cpu")]
-    states = [(n, getattr(m.weight, "quant_state", None)) for n, m in layers]
-    if spoilt := [n for n, state in states if getattr(state, "packing_format_for_cpu", False)]:
+    def is_spoilt(m): return getattr(getattr(m.weight, "quant_state", None), "packing_format_for_cpu", False)
+    if trained and (spoilt := [n for n, m in layers if is_spoilt(m)]):
         raise ValueError(
             f"{spoilt[0]} was repacked by an evaluation before prepare_quantised was called, and gradients through it "
             "are lost; load the backbone again and call prepare_quantised right after loading")
-    for _, m in layers: m.support_avx512bf16_for_cpu = False
+    for _, m in layers: m.support_avx512bf16_for_cpu = bool(is_spoilt(m))
     return len(layers)

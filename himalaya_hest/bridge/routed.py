@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CallVariable', 'Routing', 'RoutedLayer', 'call_context', 'PromptModel', 'refuse_trained_table', 'RoutedModel',
            'acting', 'before_forward', 'after_forward', 'before_decoder', 'after_decoder', 'CarriedRouting',
-           'routed_again', 'left_with', 'routing_of', 'whole_prompt', 'attended_of', 'routed_now', 'summaries',
-           'beside', 'tokenised', 'batch_contexts']
+           'routed_again', 'left_with', 'routing_of', 'unpadded', 'whole_prompt', 'attended_of', 'refuse_unread',
+           'contexts_now', 'routed_now', 'summaries', 'beside', 'tokenised', 'batch_contexts']
 
 # %% ../../nbs/bridge/10_routed.ipynb #4d0d28b9
 import contextlib
@@ -81,8 +81,10 @@ def call_context(*args, **kwargs):
     ids = kwargs.get("input_ids", kwargs.get("inputs", first))
     masks = (kwargs.get("prompt_mask"), kwargs.get("instruction_mask"))
     token = _CALL.set(Call(*masks, ids, kwargs.get("attention_mask")))
+    # of a call around this one, which goes on with it
+    outer = _ROUTED.set(None)
     try: yield
-    finally: _CALL.reset(token)
+    finally: _ROUTED.reset(outer); _CALL.reset(token)
 
 # %% ../../nbs/bridge/10_routed.ipynb #3e91c7d4
 class PromptModel(ShellModel):
@@ -225,6 +227,9 @@ def left_with(tuner, names: list[str], cache) -> Routing:
             f"this cache was filled without adapter {missing[0]!r}, which has not read its prompt: "
             "call set_adapter before the prompt, or start again from it")
     if rows is None: return routed
+    if any(v is not None and tuner.cores[n].set_by_hand is None for n, v in routed.named.items() if n in names):
+        raise ValueError("this cache was filled under a task that set_task named, and its rows were moved since: "
+                         "name that task again, or start from the prompt")
     moved = {n: tuple(c[rows.to(c.device)] for c in pair) for n, pair in routed.contexts.items()}
     out = Routing({n: tuner.route(tuner.cores[n], *pair) for n, pair in moved.items()})
     out.contexts, out.named = moved, routed.named
@@ -241,21 +246,31 @@ def routing_of(tuner, names, args, kwargs) -> dict: # adapter name → update or
         if not any(v is not None for v in named.values()) or cache.himalaya_routing.named == named:
             kept = left_with(tuner, names, cache)
     if kept is None:
-        kept = routed_now(tuner, names, call, args, kwargs)
-        kept.named = named
+        kept = routed_now(tuner, names, call, args, kwargs, named)
         if call is not None: call.routed = kept
     return kept
+
+# %% ../../nbs/bridge/10_routed.ipynb #adb93beb
+def unpadded(
+    model: nn.Module, # the backbone
+    ids: Tensor, # (b, n)
+) -> Tensor | None: # (b, n) bool; None: padding cannot be told from a token
+    "The mask that `generate` takes where none is given."
+    pad, end = (getattr(getattr(model, "generation_config", None), f"{n}_token_id", None) for n in ("pad", "eos"))
+    # a prompt may hold the token that ends an answer
+    return None if pad is None or pad in (end if isinstance(end, list) else [end]) else ids != pad
 
 # %% ../../nbs/bridge/10_routed.ipynb #2f4b0717
 def whole_prompt(
     call: Call | None,
     ids: Tensor | None, # (b, n) of this forward; None: embeddings were given
     mask: Tensor | None, # (b, n)
+    model: nn.Module, # the backbone
 ) -> tuple[Tensor | None, Tensor | None]:
     "Token ids and mask of the call that this forward is a piece of: what counts is its whole prompt."
     whole = None if call is None else call.input_ids
     if ids is None or whole is None or whole.shape[1] <= ids.shape[1]: return ids, mask
-    copies, given = len(ids) // len(whole), (whole, call.attention_mask)
+    copies, given = len(ids) // len(whole), (whole, unpadded(model, whole) if call.attention_mask is None else call.attention_mask)
     return tuple(None if t is None else t.to(ids.device).repeat_interleave(copies, 0) for t in given)
 
 # %% ../../nbs/bridge/10_routed.ipynb #21263e78
@@ -274,29 +289,49 @@ def attended_of(
     own = own if own.dtype == torch.bool else own == 0
     return own.expand(b, -1) if own.shape[1] == n else torch.ones(b, n, dtype=torch.bool, device=device)
 
+# %% ../../nbs/bridge/10_routed.ipynb #e1f73fa8
+def refuse_unread(call, ids, cache, named) -> None:
+    "`ValueError` for a cache that another call filled, where nothing says what the prompt was."
+    if torch.compiler.is_compiling() or not hasattr(cache, "get_seq_length") or cache.get_seq_length() == 0: return
+    whole = None if call is None else call.input_ids
+    # a call that shows the whole prompt, as generate does, or names its task, has all that is needed
+    shown = whole is not None and ids is not None and whole.shape[1] > ids.shape[1]
+    if shown or hasattr(cache, "himalaya_routing") or all(v is not None for v in named.values()): return
+    raise ValueError("this cache was filled without this adapter, or is a copy that lost what was read of its "
+                     "prompt: start from the prompt, give generate all of its tokens, or name the task (set_task)")
+
+# %% ../../nbs/bridge/10_routed.ipynb #4fd20bf2
+def contexts_now(tuner, names, call, kwargs, embeds, ids, mask) -> dict: # adapter name → (e, τ)
+    "What each adapter reads of the prompts of a forward."
+    attended = attended_of(mask, *embeds.shape[:2], embeds.device)
+    refuse_packed(kwargs.get("position_ids"), attended)
+    prompt, instruction = prompt_of(call, attended, kwargs.get("labels"))
+    # each reads by statistics of its own
+    if not torch.compiler.is_compiling(): tuner.fit_where_missing(names)
+    return {n: summaries(tuner, c.router, embeds, ids, prompt, instruction)
+            for n, c in tuner.cores.items() if n in names}
+
 # %% ../../nbs/bridge/10_routed.ipynb #a02f13d8
-def routed_now(tuner, names, call, args, kwargs) -> Routing:
+def routed_now(tuner, names, call, args, kwargs, named) -> Routing:
     "The routing of the sequences of a forward, or of the call it is a piece of."
     embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
     ids = kwargs.get("input_ids", args[0] if args else None)
-    ids, mask = whole_prompt(call, ids, mask)
+    refuse_unread(call, ids, kwargs.get("past_key_values"), named)
+    ids, mask = whole_prompt(call, ids, mask, tuner.model)
     if ids is None and embeds is None:
         raise ValueError("the prompt is read from input_ids or inputs_embeds, and the backbone was called with neither")
     if embeds is None: embeds = torch.nn.functional.embedding(ids, tuner.model.get_input_embeddings().weight)
-    b, n = embeds.shape[:2]
-    attended = attended_of(mask, b, n, embeds.device)
-    refuse_packed(kwargs.get("position_ids"), attended)
     labels = kwargs.get("labels")
-    if labels is not None and labels.shape != (b, n):
-        raise ValueError(f"labels have the shape {tuple(labels.shape)}, and the tokens {b, n}: this adapter "
-                         "learns targets of a causal language model, and no classes")
-    prompt, instruction = prompt_of(call, attended, labels)
-    # each adapter reads by statistics of its own
-    cores = {n: c for n, c in tuner.cores.items() if n in names}
-    if not torch.compiler.is_compiling(): tuner.fit_where_missing(names)
-    contexts = {n: summaries(tuner, c.router, embeds.detach(), ids, prompt, instruction) for n, c in cores.items()}
-    routed = Routing({n: tuner.route(c, *contexts[n]) for n, c in cores.items()})
-    routed.contexts = contexts
+    if labels is not None and labels.shape != embeds.shape[:2]:
+        raise ValueError(f"labels have the shape {tuple(labels.shape)}, and the tokens {tuple(embeds.shape[:2])}: this "
+                         "adapter learns targets of a causal language model, and no classes")
+    # where a task is named for each adapter nothing is read: how many sequences there are is all
+    if all(v is not None for v in named.values()):
+        nothing = embeds.new_zeros(len(embeds), embeds.shape[-1], dtype=torch.float32)
+        contexts = dict.fromkeys(named, (nothing, nothing))
+    else: contexts = contexts_now(tuner, names, call, kwargs, embeds.detach(), ids, mask)
+    routed = Routing({n: tuner.route(tuner.cores[n], *context) for n, context in contexts.items()})
+    routed.contexts, routed.named = contexts, named
     return routed
 
 # %% ../../nbs/bridge/10_routed.ipynb #4af5227b

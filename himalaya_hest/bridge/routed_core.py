@@ -25,6 +25,9 @@ class RoutedCore(nn.Module):
         "Has a task begun that has not ended? None where learning does not wait for one."
         current = getattr(self, "current", None) # place of the task in training, −1 between two
         return None if current is None else current >= 0
+    def learns(self) -> bool:
+        "Is this a forward of training, in which the task in training acts? None is in a frozen core."
+        return self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
     def _apply(self, fn, recurse=True): # called by to, half, cuda
         "Types stay, since bytes, grids and statistics are read in theirs."
         return super()._apply(types_kept(fn), recurse)

@@ -221,7 +221,7 @@ def home_of(model: nn.Module) -> torch.device: # of its input embeddings, where 
 def add_core(tuner: ShellModel, config: ShellConfig, model: nn.Module) -> None:
     "Find the sites and make the core that serves them."
     check_task_type(tuner, config)
-    prepare_quantised(model)
+    prepare_quantised(model, trained=not config.inference_mode)
     if tuner.prefix + "core" not in tuner._modules: tuner.install(model)
     # one config may serve several adapters
     name = next(n for n, c in tuner.peft_config.items() if c is config and n not in tuner.cores)

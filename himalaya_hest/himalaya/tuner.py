@@ -162,6 +162,8 @@ class HimalayaCore(RoutedCore):
         "Forget a task that was begun and not ended."
         self.names.take_back()
         if self.router.content.k: self.router.take_back()
+        # the place is that of the next one
+        if self.set_by_hand == len(self.names): self.set_by_hand = None
         self.current.fill_(-1)
 
 # %% ../../nbs/himalaya/04_tuner.ipynb #b3efcec2
@@ -216,7 +218,7 @@ def task_route(
 ): # what is applied at every site, or None: there is nothing to apply
     "In training the task's own update for every sequence, otherwise that of the task it finds."
     cores = core.tasks
-    if core.training and torch.is_grad_enabled(): # between two tasks nothing acts
+    if core.learns(): # between two tasks nothing acts
         return task_update(cores, cores.live(), (core.current >= 0).to(e).expand(len(e), 1))
     if not len(core.names): return None
     found = nearest_tasks(core, e, tau)

@@ -13,7 +13,7 @@ from pathlib import Path
 from peft import PeftConfig
 
 from ..adapters.registry import Adapter
-from ..bridge.header import NEUTRAL, in_order
+from ..bridge.header import settings_of
 from ..ground.processes import is_main_process
 from ..running.checkpoint import list_checkpoints, save_checkpoint
 from ..running.resume import newest_checkpoint, restore_tensors, state_tensors
@@ -43,8 +43,7 @@ def config_digest(
     config: PeftConfig, # of the adapter
 ) -> str: # 64 hexadecimal digits
     "Of what an adapter's configuration says of training, wherever the backbone lies."
-    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
-    return digest_of({k: v for k, v in in_order(plain).items() if k not in NEUTRAL})
+    return digest_of(settings_of(config))
 
 def task_mark(
     name: str, # of a task
