@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils.peft_types import PeftType
 from safetensors.torch import save_file
 from torch import nn
 
-from ..himalaya.tuner import lora_factors, place_of
+from ..himalaya.tuner import HimalayaModel, lora_factors, place_of
 
 # %% ../../nbs/adapters/19_as_lora.ipynb #32f8c170
 def target_names(
@@ -26,6 +27,19 @@ def target_names(
     meant = {n for n, _ in model.named_modules() if n.rpartition(".")[2] in ends}
     return ends if meant == set(sites) else sorted(sites)
 
+# %% ../../nbs/adapters/19_as_lora.ipynb #85784dc2
+def _check_lora(model):
+    "`ValueError` for what is no LoRA: another method, and a site that is no linear layer."
+    if not isinstance(model.base_model, HimalayaModel):
+        kind = model.active_peft_config.peft_type
+        raise ValueError(f"save_as_lora writes a task of HIMALAYA; the active adapter is {PeftType(kind).value}")
+    layers = {s.name: model.get_base_model().get_submodule(s.name).base_layer for s in model.base_model.core().sites}
+    # GPT-2's linear layers are transposed
+    if odd := [f"{name} ({type(m).__name__})" for name, m in layers.items()
+               if not hasattr(m, "in_features") and not hasattr(m, "nf")]:
+        raise ValueError(f"{odd[0]} is no linear layer, and a LoRA acts on those alone: "
+                         "this adapter's tasks are served by HIMALAYA itself")
+
 # %% ../../nbs/adapters/19_as_lora.ipynb #4f016e0f
 def save_as_lora(
     model: nn.Module, # a PeftModel whose active adapter is HIMALAYA
@@ -34,7 +48,8 @@ def save_as_lora(
     dtype: torch.dtype = torch.float32, # of the saved numbers
 ) -> None:
     """Write a task as a LoRA that PEFT loads, with what `modules_to_save` trained beside the adapter;
-    `ValueError` for a name that no task has."""
+    `ValueError` for a name that no task has, and for what is no LoRA."""
+    _check_lora(model)
     active, config = model.active_adapter, model.active_peft_config
     own = f"base_model.{model.base_model.prefix}core."
     core = model.base_model.core()

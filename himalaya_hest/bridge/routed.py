@@ -270,7 +270,8 @@ def whole_prompt(
     "Token ids and mask of the call that this forward is a piece of: what counts is its whole prompt."
     whole = None if call is None else call.input_ids
     if ids is None or whole is None or whole.shape[1] <= ids.shape[1]: return ids, mask
-    copies, given = len(ids) // len(whole), (whole, unpadded(model, whole) if call.attention_mask is None else call.attention_mask)
+    copies, shown = len(ids) // len(whole), call.attention_mask
+    given = whole, unpadded(model, whole) if shown is None else shown
     return tuple(None if t is None else t.to(ids.device).repeat_interleave(copies, 0) for t in given)
 
 # %% ../../nbs/bridge/10_routed.ipynb #21263e78
