@@ -57,14 +57,12 @@ import itertools
 import json
 import platform
 import re
-import shutil
 import sys
 import time
 import traceback
 import warnings
 from pathlib import Path
 
-import block_parts
 import numpy as np
 import torch
 import transformers
@@ -711,7 +709,6 @@ def versions():
 
 def begun(a, meter):
     "The record, a new one or one to go on with."
-    if shutil.which("git") is None: block_parts.commit = lambda: "not known: there is no git here"
     here = circumstances(
         called(__file__, ("--again",)), a.device)
     settings = dict(backbone="tiny" if a.tiny else "llama-2-7b", weights="random", tasks=TASKS,

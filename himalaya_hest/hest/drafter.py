@@ -127,15 +127,17 @@ def next_guess(self: Drafter,
 ) -> list[int]: # for the next pass, which is paid here
     of, costs, guess, stood = self.drafting, self.answer.payable(), [], came in self.firsts
     decided, self.firsts = costs is not None and room > 0, set()
-    self.told.narrowed += costs is None or inf in costs
+    self.told.narrowed += costs is None and room > 0
     if decided:
         guesses = both_guesses(self.text, of.table, len(costs) - 1)
+        # was more known than is paid for?
+        paid = len(costs) - 1 - costs.count(inf)
+        self.told.narrowed += paid < min(room, max((len(t) for t, _ in guesses), default=0))
         self.firsts = {t[0] for t, _ in guesses if t}
         guess = chosen_draft(guesses, of.acceptance, costs, self.sure, stood)[:room]
         # nothing stands behind the end of an answer; what is cut may cost more than the whole
         guess = guess[:next((i for i, t in enumerate(guess) if t in self.ends), len(guess))]
         if self.allowed is not None: guess = guess[:self.n_allowed(guess)]
-        while costs[len(guess)] == inf: guess.pop()
     self.answer.pay(len(guess) + 1, decided)
     return guess
 

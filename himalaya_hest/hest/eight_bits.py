@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FEW_ROWS', 'weight_only', 'by_torch', 'sums_hold', 'by_package', 'with_activations', 'Together', 'linears_by_input',
-           'check_linears', 'in_eight_bits']
+           'check_linears', 'refuse_merged', 'in_eight_bits']
 
 # %% ../../nbs/hest/23_eight_bits.ipynb #2f769e76
 import contextlib
@@ -171,30 +171,39 @@ def check_linears(
                 f"in_eight_bits has products for a CPU, and weights are on {device}: move the "
                 "model, or load it with a quantization_config of Transformers")
 
+# %% ../../nbs/hest/23_eight_bits.ipynb #f936957f
+def refuse_merged(layers: list[BaseTunerLayer]) -> None:
+    "`ValueError` where an adapter lies in the weights."
+    if any(getattr(m, "merged", False) for m in layers):
+        raise ValueError(
+            "an adapter is merged into the weights, which in_eight_bits rounds as they are on entering, so "
+            "that it would act in no product or could not be unmerged: unmerge_adapter() first, or "
+            "merge_and_unload() for good before the block")
+
 # %% ../../nbs/hest/23_eight_bits.ipynb #fcfa056d
 @contextlib.contextmanager
 def in_eight_bits(
     model: nn.Module, # a causal language model of Transformers on a CPU, with an adapter or without
     activations: bool = True, # W8A8 with a scale a token; False: weight-only int8
 ) -> Iterator[int]: # bytes of the rounded weights, beside the model's own
-    """Every linear layer of the model in int8, its head among them, until the block ends; for
-    serving. Weights are rounded once, on entering: what is written into them later is not seen.
-    `ValueError` for a model that is compiled, not on a CPU or without `nn.Linear`, and for a merged
-    adapter."""
+    """Every `nn.Linear` of the model in int8, its head among them, until the block ends; for serving.
+    Layers of another kind stay, such as GPT-2's and fused experts. Weights are rounded once, on
+    entering: what is written into them later is not seen. `ValueError` for a model that is compiled,
+    not on a CPU or without `nn.Linear`, and for an adapter that is merged, then or later."""
     if hasattr(model, "_orig_mod"):
         raise ValueError(
             "in_eight_bits cannot reach into a compiled model: give the one it was made of")
     inner = language_model(model, "in_eight_bits")
-    if any(getattr(m, "merged", False) for m in inner.modules() if isinstance(m, BaseTunerLayer)):
-        raise ValueError(
-            "an adapter is merged into the weights, which in_eight_bits would round with it, so that "
-            "it could not be unmerged: unmerge_adapter() first, or merge_and_unload() for good")
+    adapted = [m for m in inner.modules() if isinstance(m, BaseTunerLayer)]
+    refuse_merged(adapted)
     found = list(linears_by_input(inner))
     check_linears(inner, found)
     product = with_activations if activations else weight_only
     held = [Together(of, product) for of in found]
+    def look(module, args): refuse_merged(adapted) if module is inner else None
     with contextlib.ExitStack() as until:
-        # the layers stay, for adapters that read or merge into their weights; what they do changes
+        until.callback(inner.register_forward_pre_hook(look).remove)
+        # the layers stay, for adapters that read their weights; what they do changes
         for together in held:
             for i, linear in enumerate(together.linears):
                 until.enter_context(in_place_of(linear, forward=together.of(i)))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..ground.quiet import waiting
 from .acceptance import Acceptance
-from .drafts import AnswerTable, token_ids
+from .drafts import AnswerTable, greedy, token_ids
 from .pass_budget import PassCosts, SHIPPED_COSTS
 from .passes import fewer_passes
 
@@ -38,7 +38,6 @@ def learn_leniency(
         lossy = dict(energy_budget=.5, lossy={epsilon: .5})
         with fewer_passes(model, table, acceptance, costs, **lossy) as told:
             for ids in prompts:
-                model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-                               **dict(do_sample=False, pad_token_id=0) | how)
+                greedy(model, ids, max_new_tokens, **how)
         found[epsilon] = told.share
     return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..ground.quiet import waiting
 from .acceptance import Acceptance, acceptance_of, examples_of, learn_acceptance
 from .drafter import two_largest
-from .drafts import learn_table, token_ids
+from .drafts import greedy, learn_table, token_ids
 
 # %% ../../nbs/hest/20a_own_controller.ipynb #025dd388
 @torch.no_grad()
@@ -30,10 +30,8 @@ def own_answers(
     "Greedy answers, with how sure the model was."
     out = []
     for ids in waiting(list(prompts), "answering"):
-        made = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens,
-            return_dict_in_generate=True, output_logits=True,
-            **dict(do_sample=False, pad_token_id=0) | how)
+        made = greedy(model, ids, max_new_tokens, **how,
+                      return_dict_in_generate=True, output_logits=True)
         answer = made.sequences[0, ids.shape[1]:].tolist()
         out.append((ids[0].tolist(), answer, [two_largest(x[0]) for x in made.logits]))
     return out

@@ -37,7 +37,9 @@ class PassCosts:
             raise ValueError(
                 f"costs needs a row for each of rising contexts, and costs from 0 on, got {self}")
         # whatever unit they come in
-        object.__setattr__(self, "passes", tuple(tuple(c / r[0] for c in r) for r in rows))
+        # and a wider pass counts as no less, whatever a kernel makes of one token
+        rows = (accumulate(r, max) for r in rows)
+        object.__setattr__(self, "passes", tuple(tuple(c / r[0] for c in r) for r in map(tuple, rows)))
 
 # %% ../../nbs/hest/18a_pass_budget.ipynb #9de6f252
 @patch
@@ -59,7 +61,11 @@ def pass_costs(
     rounds: int = 5,
 ) -> PassCosts:
     """What passes of a model cost, measured: process time, on a GPU the wall between synchronisations.
-    Contexts are at most as long as leaves room in the model for the largest pass."""
+    Contexts are at most as long as leaves room in the model for the largest pass. `ValueError` for
+    none, and for passes over one token alone."""
+    if not contexts or min(contexts) < 1 or n_tokens < 2:
+        raise ValueError("pass_costs needs contexts of a token or more, and passes over two at least, got "
+                         f"contexts = {contexts} and n_tokens = {n_tokens}")
     longest = (getattr(model.config, "max_position_embeddings", None) or inf) - n_tokens
     contexts = tuple(sorted({min(c, longest) for c in contexts}))
     device, rows = next(model.parameters()).device, []
@@ -76,11 +82,12 @@ def pass_costs(
                 model(input_ids=ids[:, :1].expand(1, n + 1), past_key_values=cache, use_cache=True)
                 least[n] = min(least[n], clock() - start)
                 cache.crop(-n - 1)
-        # a wider pass counts as no less, whatever a kernel makes of one token
-        rows.append(accumulate(least, max))
+        rows.append(least)
+    # as generation reads it, which asks for the last token's logits
+    last = dict(logits_to_keep=1) if model._supports_logits_to_keep() else {}
     def prompt():
         start = clock()
-        model(input_ids=ids, use_cache=True)
+        model(input_ids=ids, use_cache=True, **last)
         return clock() - start
     a_prompt = min(prompt() for _ in range(rounds))
     return PassCosts(tuple(map(tuple, rows)), contexts, _decision_s(context, n_tokens) / least[0],

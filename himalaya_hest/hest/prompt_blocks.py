@@ -46,19 +46,20 @@ def _shallow(layer, told):
             raise RuntimeError(
                 "shallow_prompt learns from a forward that is given labels, and this one is not, so that "
                 "nobody knows where the prompt ends: call model(**batch) with labels")
-        cache, n = named.get("past_key_values"), hidden_states.shape[1]
-        if n == 1 or cache is None or cache.get_seq_length(layer.self_attn.layer_idx):
+        cache, k = named.get("past_key_values"), told["asked_for"]
+        if (not 0 < k < hidden_states.shape[1] or cache is None
+                or cache.get_seq_length(layer.self_attn.layer_idx)):
             return plain(hidden_states, attention_mask=attention_mask, **named)
         # the sine and cosine of all tokens but the last, and of the last
-        before, last = zip(*((x[:, :-1], x[:, -1:]) for x in named["position_embeddings"]))
-        _keys_and_values(layer, hidden_states[:, :-1], before, cache)
+        before, last = zip(*((x[:, :-k], x[:, -k:]) for x in named["position_embeddings"]))
+        _keys_and_values(layer, hidden_states[:, :-k], before, cache)
         named |= dict(position_embeddings=last)
-        if (ids := named.get("position_ids")) is not None: named["position_ids"] = ids[:, -1:]
+        if (ids := named.get("position_ids")) is not None: named["position_ids"] = ids[:, -k:]
         # a sliding window has let go of the first ones
-        held = cache.layers[layer.self_attn.layer_idx].keys.shape[2] + 1
-        mask = attention_mask if attention_mask is None else attention_mask[..., -1:, -held:]
-        out = plain(hidden_states[:, -1:], attention_mask=mask, **named)
-        return torch.cat([hidden_states[:, :-1], out], 1)
+        held = cache.layers[layer.self_attn.layer_idx].keys.shape[2] + k
+        mask = attention_mask if attention_mask is None else attention_mask[..., -k:, -held:]
+        out = plain(hidden_states[:, -k:], attention_mask=mask, **named)
+        return torch.cat([hidden_states[:, :-k], out], 1)
     return forward
 
 # %% ../../nbs/hest/21_prompt_blocks.ipynb #d2dc8495
@@ -70,8 +71,8 @@ def shallow_prompt(
     n_blocks: int, # the last ones, which read a prompt as keys and values alone
 ) -> Iterator[None]:
     """Read a prompt with the last blocks as keys and values alone, until the block ends: in `generate`
-    and in a forward with `labels`; one without labels and without a cache is as ever. `ValueError`
-    for another architecture, and for more blocks than leave one."""
+    and in a forward with `labels`. Tokens whose logits are asked for go through all blocks, as all do
+    without a cache. `ValueError` for another architecture, and for more blocks than leave one."""
     inner = language_model(model, "shallow_prompt")
     kind = inner.config.model_type
     if kind not in READABLE:
@@ -82,15 +83,20 @@ def shallow_prompt(
                          "them for each token: take one of the two")
     if type(n_blocks) is not int or not 0 <= n_blocks < len(layers):
         raise ValueError(f"n_blocks must lie in 0 to {len(layers) - 1}, one below the model's blocks, got {n_blocks!r}")
-    told = dict(full_depth=None)
-    # the blocks themselves are not told the labels
+    told = dict(full_depth=None, asked_for=0)
+    # the blocks themselves are not told the labels, and not how many of the last logits are asked for
     def look(module, args, named):
+        if module is not inner: return # a copy that was made in the block
         labels = named.get("labels")
         told["full_depth"] = None if labels is None else full_depth(labels)
+        last = named.get("logits_to_keep", 0)
+        told["asked_for"] = last if isinstance(last, int) else 0
+    def forget(module, *of_call): told.update(full_depth=None, asked_for=0)
     with contextlib.ExitStack() as until:
         # for who would read a prompt in pieces
         until.enter_context(in_place_of(inner, shallow_blocks=n_blocks))
         until.callback(inner.register_forward_pre_hook(look, with_kwargs=True).remove)
+        until.callback(inner.register_forward_hook(forget, always_call=True).remove)
         for layer in layers[len(layers) - n_blocks:]:
             until.enter_context(in_place_of(layer, forward=_shallow(layer, told)))
         yield

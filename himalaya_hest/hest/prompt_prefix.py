@@ -25,16 +25,18 @@ from .passes import language_model, rotations
 # %% ../../nbs/hest/22_prompt_prefix.ipynb #426c0a01
 def acts(
     layers: list, # all adapted modules of a model
-) -> frozenset | None: # what acts; None: rows or tokens are told apart in this call
+) -> tuple | None: # what acts in each; None: rows or tokens are told apart in this call
     "What kept keys belong to; `ValueError` where a prompt is read before it is answered."
-    found = set()
+    found = []
     for layer in layers:
         # PEFT hands the adapter of each row to the layers by hooks
         if layer._forward_pre_hooks: return None
         on = () if layer.disable_adapters else tuple(layer.active_adapters)
-        if on and isinstance(layer, ShellLayer): on = tuple((n, _task(layer, n)) for n in on)
-        found.add(on)
-    return frozenset(found)
+        # a task that was named, or the factor that PEFT scales an update by
+        if isinstance(layer, ShellLayer): on = tuple((n, _task(layer, n)) for n in on)
+        else: on = tuple((n, (getattr(layer, "scaling", None) or {}).get(n)) for n in on)
+        found.append(on)
+    return tuple(found)
 
 # %% ../../nbs/hest/22_prompt_prefix.ipynb #484b32ea
 def _task(layer, name): # that acts on every prompt; None: the adapter has no tasks
@@ -147,12 +149,12 @@ def as_prefix(
     prefix_ids, # as `token_ids` takes them
 ) -> Tensor: # (p,)
     "Token ids of a prefix; `ValueError` for what is none."
-    ids, table = token_ids(prefix_ids)[0], inner.get_input_embeddings()
-    if not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings:
+    ids, size = token_ids(prefix_ids)[0], inner.config.get_text_config().vocab_size
+    if not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < size:
         raise ValueError(
             "kept_prefix needs the token ids of one prefix, at least one and all from 0 to "
-            f"{table.num_embeddings - 1}, got {prefix_ids}: take tokenizer(text)['input_ids']")
-    return ids.to(table.weight.device)
+            f"{size - 1}, got {prefix_ids}: take tokenizer(text)['input_ids']")
+    return ids.to(inner.device)
 
 # %% ../../nbs/hest/22_prompt_prefix.ipynb #69e55b48
 def check_cache(
@@ -192,11 +194,13 @@ def shortened(
     return named | rest | dict(past_key_values=cache)
 
 # %% ../../nbs/hest/22_prompt_prefix.ipynb #79a871cc
-def _begin(prefix, layers, told): # a hook before the model's forward
+def _begin(kept_of, prefix, layers, told): # a hook before the model's forward
     keys = {} # what acts → kept keys
     def begin(inner, args, named):
+        if inner is not kept_of: return None # a copy that was made in the block
         # training changes weights, and keys with them
-        if inner.training: keys.clear(); return None
+        if inner.training or torch.is_grad_enabled(): keys.clear()
+        if inner.training: return None
         if args: named = dict(input_ids=args[0]) | named
         if len(args) > 1 or not begins(inner, named): return None
         refuse_shallow(inner)
@@ -241,6 +245,6 @@ def kept_prefix(
     prefix, told = as_prefix(inner, prefix_ids), Kept()
     check_cache(inner, len(prefix))
     acts(layers) # or refuse
-    handle = inner.register_forward_pre_hook(_begin(prefix, layers, told), with_kwargs=True)
+    handle = inner.register_forward_pre_hook(_begin(inner, prefix, layers, told), with_kwargs=True)
     try: yield told
     finally: handle.remove()
