@@ -1362,8 +1362,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                                  'himalaya_hest/compare/figures.py'),
                                                'himalaya_hest.compare.figures.run_charts': ( 'compare/figures.html#run_charts',
                                                                                              'himalaya_hest/compare/figures.py'),
-                                               'himalaya_hest.compare.figures.run_report': ( 'compare/figures.html#run_report',
-                                                                                             'himalaya_hest/compare/figures.py'),
                                                'himalaya_hest.compare.figures.run_tables': ( 'compare/figures.html#run_tables',
                                                                                              'himalaya_hest/compare/figures.py'),
                                                'himalaya_hest.compare.figures.score_matrix': ( 'compare/figures.html#score_matrix',

@@ -7,7 +7,6 @@ __all__ = ['STREAM_METHODS', 'GATED_METHODS', 'PEFT_METHODS', 'METHODS', 'EWC_KE
            'keys_of', 'bibtex', 'citation_table']
 
 # %% ../../nbs/adapters/17_citations.ipynb #fd78956a
-import difflib
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -131,14 +130,11 @@ EWC_KEYS = ("kirkpatrick2017ewc", "schwarz2018online")
 def keys_of(
     name: str, # an adapter, with or without "+ewc"
 ) -> tuple[tuple[str, ...], str | None]: # keys; what is told beside them
-    """What to cite for an adapter; `ValueError` with the nearest name for one that the registry or the
-    list does not know."""
+    "What to cite for an adapter; `ValueError` for one that the registry or the list does not know."
     method, with_ewc = parse_adapter(name)
     if method not in METHODS:
-        near = difflib.get_close_matches(method, METHODS, n=1)
-        nearest = f"; the nearest listed name is {near[0]!r}" if near else ""
         raise ValueError(f"what to cite for the adapter {method!r} is not listed: it was registered from outside, "
-                         f"or by another version of PEFT{nearest}. Ask its authors")
+                         "or by another version of PEFT. Ask its authors")
     keys, told = METHODS[method]
     return tuple(dict.fromkeys(keys + EWC_KEYS * with_ewc)), told
 

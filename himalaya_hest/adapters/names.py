@@ -7,12 +7,13 @@ __all__ = ['OURS', 'PEFT_VERSION', 'OF_PEFT', 'NO_EWC', 'NO_STREAM', 'PROMPT_LEA
            'parse_adapter', 'import_adapter_module', 'is_from_outside', 'need_adapter_module']
 
 # %% ../../nbs/adapters/01_names.ipynb #22913a51
-import difflib
 import hashlib
 import importlib.util
 import sys
 from importlib.metadata import version
 from pathlib import Path
+
+from ..ground.spelling import nearest
 
 # %% ../../nbs/adapters/01_names.ipynb #2e433f4e
 OURS = { # with the module that registers it with PEFT
@@ -69,10 +70,8 @@ def parse_adapter(
     known, other_end = adapter_names(), bool(plus) and rest != "ewc"
     if method not in known or other_end:
         # a wrong ending is no misspelt method, so that no name is proposed for it
-        near = [] if other_end else difflib.get_close_matches(method, known, n=1, cutoff=.3)
         raise ValueError(
-            f"unknown adapter {name!r}" + "".join(f"; did you mean {n!r}?" for n in near) +
-            " A method of your own needs adapter_module, the module that registers it with PEFT. "
+            f"unknown adapter {name!r}{'.' if other_end else nearest(method, known, '.')} A method of your own needs adapter_module, the module that registers it with PEFT. "
             f"Expected a method, or a method followed by '+ewc': {', '.join(known)}"
         )
     # refused, rather than left without an effect that nobody notices

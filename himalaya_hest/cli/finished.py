@@ -7,12 +7,12 @@ __all__ = ['evaluate_parser', 'evaluate', 'report_parser', 'report', 'records_pa
 
 # %% ../../nbs/cli/02_finished.ipynb #c2a00003
 import argparse
-import difflib
 import json
 from pathlib import Path
 from shlex import quote
 
 from ..ground.quiet import LOADING, telling
+from ..ground.spelling import nearest
 
 # %% ../../nbs/cli/02_finished.ipynb #0b8a7369
 def evaluate_parser(called, **further):
@@ -162,8 +162,7 @@ def _texts_of(file):
 def _chosen(texts, run_id):
     if run_id == "all": return list(texts)
     if run_id in texts: return [run_id]
-    near = difflib.get_close_matches(run_id, texts, n=1, cutoff=0)
-    raise ValueError(f"there is no record of run {run_id!r}; did you mean {near[0]!r}?")
+    raise ValueError(f"there is no record of run {run_id!r}{nearest(run_id, texts, '; list shows them')}")
 
 # %% ../../nbs/cli/02_finished.ipynb #c2a0000c
 def records(

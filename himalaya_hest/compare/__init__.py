@@ -14,7 +14,7 @@ __getattr__, __dir__, __all__ = lazy_face("himalaya_hest.compare", {
     "standings": "exploratory_table main_table paired_table",
     "questions": "fairness_table grouped_table target_table",
     "charts": "Chart",
-    "figures": "retained_curve run_charts run_report score_matrix",
+    "figures": "retained_curve run_charts score_matrix",
     "method_figures": "chance_curve curves_of method_bars pair_chart retained_bands",
     "evaluate": "comparison_charts comparison_tables evaluate_runs",
     "explorer": "browse read_folders",

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['learning_curves', 'energy_curve', 'utilisation', 'retained_curve', 'score_matrix', 'task_bars', 'confusion_matrices',
-           'run_charts', 'run_tables', 'run_report']
+           'run_charts', 'run_tables']
 
 # %% ../../nbs/compare/06_figures.ipynb #70e08ed4
 import numpy as np
@@ -315,8 +315,6 @@ def run_charts(
     return [draw(record) for draw, applies in _applies(record).items() if applies]
 
 # %% ../../nbs/compare/06_figures.ipynb #e9ae4716
-_REPORTED = ("retained_accuracy", "score_matrix", "energy_curve", "utilisation")
-
 def run_tables(
     record: dict, # a run's record
 ) -> dict[str, Table]: # summary, tasks; groups and bytes where the record has them
@@ -325,9 +323,3 @@ def run_tables(
     if any(i.get("group") or i.get("shared_instruction") for i in record.get("task_info") or []):
         tables["groups"] = group_table(record)
     return tables | (dict(bytes=byte_table(record)) if record.get("bytes") else {})
-
-def run_report(
-    record: dict, # a run's record
-) -> list: # tables and figures, for display(*...)
-    "The run's tables and figures."
-    return [*run_tables(record).values(), *(c for c in run_charts(record) if c.topic in _REPORTED)]

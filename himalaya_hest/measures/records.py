@@ -8,7 +8,6 @@ __all__ = ['record_row', 'pack_records', 'record_texts', 'unpack_records', 'grid
            'load_record', 'select_runs', 'readable', 'load_records', 'record_lines', 'pack_folder']
 
 # %% ../../nbs/measures/13_records.ipynb #b1aec566
-import difflib
 import json
 import re
 import stat
@@ -17,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Callable
 
+from ..ground.spelling import nearest
 from ..ground.table import Table
 from ..ground.whole_files import replacing
 from .record_shape import misfit, mismatch, NEEDED, RECORD
@@ -277,13 +277,9 @@ def load_record(
             )
         # a slip in the name is likelier than a run that never was
         known = finished_runs(results_dir)
-        near = difflib.get_close_matches(run_id, known, n=1, cutoff=0)
-        raise FileNotFoundError(
-            f"no run {run_id!r} in {results_dir}: " + (
-                f"did you mean {near[0]!r}? Finished runs: {', '.join(known)}" if near
-                else "it holds no finished run; give the results_dir of a run"
-            )
-        )
+        told = (f"{nearest(run_id, known, '.')} Finished runs: {', '.join(known)}" if known
+                else ": it holds no finished run; give the results_dir of a run")
+        raise FileNotFoundError(f"no run {run_id!r} in {results_dir}{told}")
     # who gives a folder another name means another run, and two may be copies of one
     return Record(read_record(path) | dict(run_id=run_id))
 

@@ -6,10 +6,10 @@
 __all__ = ['ENDINGS', 'METRICS', 'program_of', 'pass_at_1', 'get_metric', 'score', 'chance_level']
 
 # %% ../../nbs/measures/03_text.ipynb #d8796400
-import difflib
 import re
 from collections import Counter
 
+from ..ground.spelling import nearest
 from himalaya_hest.measures.answers import (
     entity_f1, expression_of, expression_value, is_no_answer, label_accuracy, normalise_label,
     token_f1)
@@ -95,10 +95,7 @@ def get_metric(
 ): # the metric's function
     "The metric of that name. Raises ValueError naming the nearest one."
     if name in METRICS: return METRICS[name]
-    near = difflib.get_close_matches(str(name), METRICS, n=1, cutoff=0)
-    raise ValueError(
-        f"unknown metric {name!r}, did you mean {near[0]!r}? Known: {', '.join(METRICS)}"
-    )
+    raise ValueError(f"unknown metric {name!r}{nearest(name, METRICS, '.')} Known: {', '.join(METRICS)}")
 
 # %% ../../nbs/measures/03_text.ipynb #62230882
 def score(

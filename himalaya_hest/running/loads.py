@@ -96,7 +96,7 @@ def _lengths(task, config, source, tokenizer, max_length):
 def _training_rows(task, most, source):
     "Rows of a task's training: those of the source, or the published number, capped."
     if source and (n := len(source.numbered_rows(task, "train", most))): return n
-    known = (most, task.max_train_rows, getattr(task, "train_rows", None))
+    known = (most, task.max_train_rows, task.train_rows)
     return min(c for c in known if c is not None)
 
 def _held_rows(task, most, source):
@@ -113,7 +113,7 @@ def _load(task, config, source, tokenizer, max_length):
         name=task.name,
         rows=_training_rows(task, t["max_train_rows"], source),
         # else the cap stands for the rows, and the plan says so
-        counted=source is not None or getattr(task, "train_rows", None) is not None,
+        counted=source is not None or task.train_rows is not None,
         eval_rows=_held_rows(task, e["max_eval_rows"], source),
         final_rows=_held_rows(task, e["final_eval_rows"], source),
         lengths=lengths,

@@ -128,8 +128,7 @@ def task_info(run: ContinualRun) -> list[dict]: # per task, in the order trained
     told = lambda t, e: dict(
         name=t.name, kind=t.kind, metric=t.metric, languages=list(t.languages),
         # which only tasks of some streams have
-        group=getattr(t, "group", None),
-        shared_instruction=getattr(t, "shared_instruction", None),
+        group=t.group, shared_instruction=t.shared_instruction,
         chance=chance_level(t.metric, e.labels, [list(r) for r in e.references]),
         steps=steps[t.name],
     )
