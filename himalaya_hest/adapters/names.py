@@ -70,9 +70,10 @@ def parse_adapter(
     known, other_end = adapter_names(), bool(plus) and rest != "ewc"
     if method not in known or other_end:
         # a wrong ending is no misspelt method, so that no name is proposed for it
+        near = "." if other_end else nearest(method, known, ".")
         raise ValueError(
-            f"unknown adapter {name!r}{'.' if other_end else nearest(method, known, '.')} A method of your own needs adapter_module, the module that registers it with PEFT. "
-            f"Expected a method, or a method followed by '+ewc': {', '.join(known)}"
+            f"unknown adapter {name!r}{near} A method of your own needs adapter_module, the module "
+            f"that registers it with PEFT. Expected a method, or a method followed by '+ewc': {', '.join(known)}"
         )
     # refused, rather than left without an effect that nobody notices
     if plus and method in NO_EWC:

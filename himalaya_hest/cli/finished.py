@@ -12,7 +12,6 @@ from pathlib import Path
 from shlex import quote
 
 from ..ground.quiet import LOADING, telling
-from ..ground.spelling import nearest
 
 # %% ../../nbs/cli/02_finished.ipynb #0b8a7369
 def evaluate_parser(called, **further):
@@ -159,10 +158,6 @@ def _texts_of(file):
             "there is no records/*.parquet here: name a file, or call from a clone")
     return {run_id: text for f in files for run_id, text in record_texts(f).items()}
 
-def _chosen(texts, run_id):
-    if run_id == "all": return list(texts)
-    if run_id in texts: return [run_id]
-    raise ValueError(f"there is no record of run {run_id!r}{nearest(run_id, texts, '; list shows them')}")
 
 # %% ../../nbs/cli/02_finished.ipynb #c2a0000c
 def records(
@@ -173,7 +168,7 @@ def records(
     a = records_parser(called).parse_args(arguments)
     # behind the parser, so that who asks for help does not wait for them
     from himalaya_hest.ground.table import printable
-    from himalaya_hest.measures.records import pack_folder, record_lines
+    from himalaya_hest.measures.records import chosen_ids, pack_folder, record_lines
     if a.what == "pack":
         if Path(a.file).suffix != ".parquet":
             raise ValueError(f"{a.file}: give the file a name that ends in .parquet")
@@ -181,5 +176,5 @@ def records(
         return 0
     texts = _texts_of(a.file)
     if a.what == "list": print(*map(printable, texts), sep="\n")
-    else: print(*(record_lines(json.loads(texts[r])) for r in _chosen(texts, a.run_id)), sep="\n")
+    else: print(*(record_lines(json.loads(texts[r])) for r in chosen_ids(texts, a.run_id)), sep="\n")
     return 0

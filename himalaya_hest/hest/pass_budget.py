@@ -52,6 +52,13 @@ def at(self: PassCosts,
     share = (context - known[i - 1]) / (known[i] - known[i - 1])
     return tuple(a + share * (b - a) for a, b in zip(self.passes[i - 1], self.passes[i]))
 
+# %% ../../nbs/hest/18a_pass_budget.ipynb #4dc4b28f
+def _prompt_s(model, ids, clock): # as generation reads it, which asks for the last token's logits
+    last = dict(logits_to_keep=1) if model._supports_logits_to_keep() else {}
+    start = clock()
+    model(input_ids=ids, use_cache=True, **last)
+    return clock() - start
+
 # %% ../../nbs/hest/18a_pass_budget.ipynb #b3e223bd
 @torch.no_grad()
 def pass_costs(
@@ -83,13 +90,7 @@ def pass_costs(
                 least[n] = min(least[n], clock() - start)
                 cache.crop(-n - 1)
         rows.append(least)
-    # as generation reads it, which asks for the last token's logits
-    last = dict(logits_to_keep=1) if model._supports_logits_to_keep() else {}
-    def prompt():
-        start = clock()
-        model(input_ids=ids, use_cache=True, **last)
-        return clock() - start
-    a_prompt = min(prompt() for _ in range(rounds))
+    a_prompt = min(_prompt_s(model, ids, clock) for _ in range(rounds))
     return PassCosts(tuple(map(tuple, rows)), contexts, _decision_s(context, n_tokens) / least[0],
                      a_prompt / context / least[0])
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['record_row', 'pack_records', 'record_texts', 'unpack_records', 'grid_file', 'records_of', 'read_grid', 'Record',
            'check_record', 'plain_json', 'read_record', 'finished_runs', 'record_path', 'is_committed', 'record_text',
-           'load_record', 'select_runs', 'readable', 'load_records', 'record_lines', 'pack_folder']
+           'load_record', 'select_runs', 'readable', 'load_records', 'chosen_ids', 'record_lines', 'pack_folder']
 
 # %% ../../nbs/measures/13_records.ipynb #b1aec566
 import json
@@ -333,6 +333,16 @@ def load_records(
     return same_world(
         readable(lambda r: load_record(results_dir, r), select_runs(results_dir, run_ids))
     )
+
+# %% ../../nbs/measures/13_records.ipynb #51c16c48
+def chosen_ids(
+    texts: dict, # run_id → record
+    run_id: str, # one of them, or all
+) -> list[str]:
+    "`ValueError` naming the nearest run where there is none of the name."
+    if run_id == "all": return list(texts)
+    if run_id in texts: return [run_id]
+    raise ValueError(f"there is no record of run {run_id!r}{nearest(run_id, texts, '; list shows them')}")
 
 # %% ../../nbs/measures/13_records.ipynb #7a706781
 def record_lines(

@@ -21,6 +21,7 @@ from ..adapters.lora_bank import Keys, LoraBankModel
 from ..adapters.reft import orthonormal, positions, ReftModel
 from ..bridge.prompt import rarity
 from ..bridge.shell import PairCore
+from ..hest.passes import rotations
 from ..hest.shell import GatedModel
 from ..himalaya.tuner import HimalayaModel
 from .step import KeptRows, pack_rows, residual, Rows
@@ -142,8 +143,9 @@ def routed_refusal(tuner) -> str | None:
 def lora_refusal(tuner) -> str | None:
     "Of LoRA: what is more than a pair of matrices."
     name = tuner.active_adapters[0]
+    # layers of other adapters may lie beside its own
     for m in (m for m in tuner.modules() if isinstance(m, LoraLayer)):
-        if m.lora_variant.get(name) or m.lora_bias.get(name) or name not in m.lora_A:
+        if m.lora_variant.get(name) or m.lora_bias.get(name) or name in m.lora_embedding_A:
             return (
                 "this LoRA is more than y + BAx (DoRA, a bias, an embedding): "
                 "merge_and_unload() gives a backbone that can be exported"
@@ -161,6 +163,8 @@ def backbone_refusal(model: nn.Module) -> str | None:
         return "the model is not in float32: call model.float() first"
     if any(p.device.type != "cpu" for p in model.parameters()):
         return "the model is not on the CPU: call model.cpu() first"
+    if any(of.get("rope_type") == "dynamic" for of in rotations(model)):
+        return "it turns keys by the length of the whole text (rope_type dynamic), which a graph cannot"
     # a forward of its own, other than the one that Accelerate puts around a module's
     if any("forward" in vars(m) and not hasattr(m, "_hf_hook")
            for m in model.modules() if isinstance(m, nn.Linear)):
@@ -234,7 +238,7 @@ def routed_pieces(tuner, core, packed): # sites, router
 
 def lora_pieces(tuner, name): # sites, their modules
     "PEFT's LoRA as constant pairs, its scaling multiplied in."
-    layers = [m for m in tuner.modules() if isinstance(m, LoraLayer)]
+    layers = [m for m in tuner.modules() if isinstance(m, LoraLayer) and name in m.lora_A]
     pairs = [(m.lora_A[name].weight, m.lora_B[name].weight * m.scaling[name]) for m in layers]
     return PairSites(pairs), layers
 
@@ -275,8 +279,11 @@ def acting(
 ):
     "The backbone with the sites' steps instead of the adapter; for tracing and for comparison."
     kept = backbone._forward_pre_hooks, backbone._forward_hooks
-    off = model.disable_adapter() if isinstance(model, PeftModel) else contextlib.nullcontext()
-    with off:
+    with contextlib.ExitStack() as until:
+        # PEFT's way back lets a frozen adapter be trained
+        for p in model.parameters():
+            if not p.requires_grad: until.callback(p.requires_grad_, False)
+        if isinstance(model, PeftModel): until.enter_context(model.disable_adapter())
         backbone._forward_pre_hooks, backbone._forward_hooks = type(kept[0])(), type(kept[1])()
         handles = _hooked(sites)
         try: yield
