@@ -7,6 +7,7 @@ __all__ = ['orthonormal', 'LoReFT', 'positions', 'prompt_now', 'before_forward',
            'ReftModel']
 
 # %% ../../nbs/adapters/07_reft.ipynb #3c878ce7
+import contextlib
 import contextvars
 from dataclasses import dataclass
 from typing import Optional, Union
@@ -17,7 +18,7 @@ from peft.utils.peft_types import PeftType
 from torch import Tensor, nn
 
 from ..bridge.prompt import prompt_of, refuse_packed
-from ..bridge.routed import _CALL, PromptModel
+from ..bridge.routed import _CALL, PromptModel, call_context
 from ..bridge.register import add_peft_type, register_peft_method
 from ..bridge.shell import Place, ShellConfig, ShellLayer
 
@@ -156,6 +157,13 @@ class ReftModel(PromptModel):
             # Llama and its kin, GPT-NeoX; GPT-2
             peft_config.target_modules = rf"(.*\.)?(layers|h)\.({which})"
         return peft_config
+    @contextlib.contextmanager
+    def _enable_peft_forward_hooks(self, *args, **kwargs):
+        # a call around this one goes on with its own
+        outer = _WHERE.set(None)
+        try:
+            with call_context(*args, **kwargs): yield
+        finally: _WHERE.reset(outer)
     def install(self, model):
         super().install(model)
         self.watch(model, before_forward, after_forward)

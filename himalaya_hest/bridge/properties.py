@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Faults', 'same', 'training_faults', 'file_faults', 'second_faults', 'state_faults', 'generation_faults',
-           'gradient_faults', 'use_faults']
+           'gradient_faults', 'nested_faults', 'use_faults']
 
 # %% ../../nbs/bridge/03_properties.ipynb #20492105
 import copy
@@ -153,6 +153,24 @@ def gradient_faults(
     faults.expect("every parameter has a gradient", all(g.abs().max() > 0 for g in plain))
     return faults
 
+# %% ../../nbs/bridge/03_properties.ipynb #32c5dbf9
+def nested_faults(
+    model: PeftModel,
+    batch: dict, # as for the model's forward
+) -> list[str]:
+    "A call inside of another one, as a hook of one's own makes it, changes nothing of that."
+    faults, want, inside = Faults(), _logits(model, batch), []
+    other = batch | dict(input_ids=batch["input_ids"].flip(1))
+    # behind what reads the prompt, and before the layers
+    def ask(*_):
+        if inside: return
+        inside.append(True)
+        _logits(model, other)
+    handle = model.get_base_model().get_input_embeddings().register_forward_hook(ask)
+    try: faults.expect("a call inside of another one", torch.equal(_logits(model, batch), want))
+    finally: handle.remove()
+    return faults
+
 # %% ../../nbs/bridge/03_properties.ipynb #bd12c2af
 def use_faults(
     backbone: Callable[[], nn.Module],
@@ -168,4 +186,4 @@ def use_faults(
     # not 0 where a backbone counts absolute positions
     def shift(m): return (m(**padded).loss - m(**batch).loss).abs().item()
     faults.expect("loss with left padding", shift(model) < loss_shift or shift(backbone()) > 1e-4)
-    return generated + faults + gradient_faults(model, batch)
+    return generated + faults + nested_faults(model, batch) + gradient_faults(model, batch)

@@ -23,7 +23,7 @@ from ..adapters.defaults import training_defaults
 from ..adapters.names import parse_adapter
 from ..adapters.registry import (
     Adapter, _backbone_name, adapter_bytes, adapter_tensors, build_adapter, load_adapter_tensors)
-from ..bridge.properties import Faults, same
+from ..bridge.properties import Faults, nested_faults, same
 from ..bridge.shell import pack, tiny_backbone
 from ..ground.hooks import TaskContext
 
@@ -266,6 +266,7 @@ def _use_faults(
     padded = {k: nn.functional.pad(v, (3, 0), value=-100 if k == "labels" else 0)
               for k, v in rows.items()}
     expect("loss with left padding", abs(mean_loss(adapter, padded) - mean_loss(adapter, rows)) < 1e-4)
+    faults += nested_faults(adapter.model, heard(adapter, rows))
     # gradients are those of a task that is under way
     drive(adapter, 2, finish=False)
     plain, again = _gradients(adapter, False), _gradients(adapter, True)
