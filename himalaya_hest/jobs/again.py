@@ -15,6 +15,7 @@ import math
 import sys
 import tempfile
 from dataclasses import dataclass, fields
+from os.path import expanduser
 from pathlib import Path
 
 from ..ground.quiet import LOADING, telling
@@ -349,8 +350,9 @@ def rerun_parser(
     # what is repeated, and where
     add("record", help="record.json of a run, or a grid's file, records/main.parquet")
     add("run_id", nargs="?", default="", metavar="RUN", help="which run of a grid's file")
-    add("--results-dir", default="", help="keep the repeated run here, and go on with it after "
-        "a kill; else it goes to a temporary folder")
+    add("--results-dir", default="", type=expanduser,
+        help="keep the repeated run here, and go on with it after a kill; "
+        "else it goes to a temporary folder")
     add("--cache-dir", default="",
         help="tokenised tasks; default: .cache, or a temporary folder without --results-dir")
     # code that is not this package's runs only when it is asked for

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from os.path import expanduser
 from pathlib import Path
 
 from ..ground.quiet import LOADING, drawn_here, telling
@@ -154,7 +155,7 @@ def run_grid(
     """Run what is not finished, and watch until all runs have ended or failed. Stopped by Ctrl-C or
     an error, as of `on_finished`, local runs write a checkpoint; Slurm's jobs go on. The same call
     goes on, or watches them again."""
-    results_dir, failed = Path(results_dir), {}
+    results_dir, failed = Path(results_dir).expanduser(), {}
     _check_finished(runs, results_dir)
     jobs = Jobs(runs, results_dir, options or GridOptions(), name)
     watch = Watch(runs, results_dir, name, quiet)
@@ -207,7 +208,7 @@ def _add_what(add):
     add("grid", type=Path, help="YAML: name, base, axes, pairs")
     add("changes", nargs="*", metavar="NAME=VALUE",
         help="parameters of every run, over those of the file")
-    add("--results-dir", default="runs/grid")
+    add("--results-dir", default="runs/grid", type=expanduser)
     add("--pairs", type=int, help="only the first (seed, order) pairs")
     add("--only", nargs="+", default=["*"], metavar="RUN_ID",
         help="only these runs; * stands for anything")
