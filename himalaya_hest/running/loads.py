@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import himalaya_hest.streams.long_world # which registers the twins of the studies of energy
 from .backbone import load_tokenizer
-from .parameters import RunConfig, micro_batches_of_step
+from .parameters import RunConfig, steps_of_task
 from .scales import evaluation_schedule
 from .shapes import model_folder
 from ..streams.batching import as_asked, encode_all
@@ -164,11 +164,9 @@ def steps_of(
     load: TaskLoad,
 ) -> int: # under joint a task's share of all steps, which are as many as in sequence
     "Optimiser steps of a task."
-    t = config.training
     if config.protocol == "zero_shot": return 0
-    batches = math.ceil(load.rows / t["per_device_train_batch_size"])
-    steps = math.ceil(batches / micro_batches_of_step(t)) * t["num_train_epochs"]
-    return steps if t["max_steps"] < 0 else min(steps, t["max_steps"])
+    batches = math.ceil(load.rows / config.training["per_device_train_batch_size"])
+    return steps_of_task(batches, config.training)
 
 # %% ../../nbs/running/08_loads.ipynb #9b66c540
 def evaluations(
