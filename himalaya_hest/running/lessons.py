@@ -9,10 +9,11 @@ __all__ = ['log', 'IN_SEQUENCE', 'ALL_TASKS', 'kept_rows', 'lessons_of', 'lesson
 import logging
 from dataclasses import replace
 
-from .parameters import RunConfig, steps_of_task
+from .parameters import RunConfig
 from .data import TaskData
 from .early_stopping import EarlyStopping
 from .evaluation import evaluate
+from .loads import steps_of_task
 from ..streams.mixed_rows import KeptRows, MixedRows
 from ..streams.tasks import mixed_seed
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CHARACTERS_A_TOKEN', 'SAME_ROWS', 'N_SAMPLE', 'TaskLoad', 'longest', 'mean', 'typical_lengths', 'sampled_lengths',
-           'task_loads', 'trained_loads', 'replay_bytes', 'steps_of', 'evaluations', 'further_generations',
-           'all_evaluations']
+           'task_loads', 'trained_loads', 'replay_bytes', 'steps_of_task', 'steps_of', 'evaluations',
+           'further_generations', 'all_evaluations']
 
 # %% ../../nbs/running/08_loads.ipynb #56870bec
 import json
@@ -16,7 +16,7 @@ from itertools import accumulate
 
 import himalaya_hest.streams.long_world # which registers the twins of the studies of energy
 from .backbone import load_tokenizer
-from .parameters import RunConfig, steps_of_task
+from .parameters import RunConfig, micro_batches_of_step
 from .scales import evaluation_schedule
 from .shapes import model_folder
 from ..streams.batching import as_asked, encode_all
@@ -157,6 +157,15 @@ def replay_bytes(config: RunConfig, loads: list[TaskLoad]) -> int:
     if config.protocol != "replay": return 0
     size = lambda t: n_kept(t.rows, config.replay_share) * row_bytes(round(mean(t.lengths)))
     return round(sum(map(size, loads)))
+
+# %% ../../nbs/running/08_loads.ipynb #179f7b19
+def steps_of_task(
+    n_batches: int, # micro-batches of an epoch
+    training: dict, # resolved training parameters
+) -> int:
+    "Optimiser steps that a task gets."
+    steps = -(-n_batches // micro_batches_of_step(training)) * training["num_train_epochs"]
+    return steps if training["max_steps"] < 0 else min(steps, training["max_steps"])
 
 # %% ../../nbs/running/08_loads.ipynb #55d576ff
 def steps_of(

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['POSITIVE', 'FROM_ZERO', 'BELOW_ONE', 'SHARE', 'AT_LEAST_ONE', 'SEED', 'SCHEDULES', 'MAX_LENGTH', 'SHORT', 'PROTOCOLS',
            'WORDINGS', 'KEPT_SHARE', 'ROLE', 'GROUPS', 'SILENT', 'Within', 'OneOf', 'counted_from', 'parameter',
-           'later', 'silent', 'Optimisation', 'TrainingParameters', 'micro_batches_of_step', 'steps_of_task',
-           'EvaluationParameters', 'EnergyParameters', 'EWCParameters', 'SearchParameters', 'Scaled', 'Streamed',
-           'RunConfig', 'checked', 'said_of', 'config_table']
+           'later', 'silent', 'Optimisation', 'TrainingParameters', 'micro_batches_of_step', 'EvaluationParameters',
+           'EnergyParameters', 'EWCParameters', 'SearchParameters', 'Scaled', 'Streamed', 'RunConfig', 'checked',
+           'said_of', 'config_table']
 
 # %% ../../nbs/running/01_parameters.ipynb #5cf0edee
 import copy
@@ -149,15 +149,6 @@ def micro_batches_of_step(
 ) -> int:
     "Micro-batches of an optimiser step, those of all processes."
     return training["gradient_accumulation_steps"] * training.get("num_processes", 1)
-
-# %% ../../nbs/running/01_parameters.ipynb #8e7674f9
-def steps_of_task(
-    n_batches: int, # micro-batches of an epoch
-    training: dict, # resolved training parameters
-) -> int:
-    "Optimiser steps that a task gets."
-    steps = -(-n_batches // micro_batches_of_step(training)) * training["num_train_epochs"]
-    return steps if training["max_steps"] < 0 else min(steps, training["max_steps"])
 
 # %% ../../nbs/running/01_parameters.ipynb #251f7b5a
 @dataclass

@@ -30,7 +30,7 @@ from .evaluation import cpu_latency_overhead
 from .lessons import IN_SEQUENCE
 from .loop import faults_of, final_tasks, sizes_of
 from .resume import code_of, kernels_of
-from .parameters import steps_of_task
+from .loads import steps_of_task
 
 log = logging.getLogger("himalaya_hest")
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from .checkpoint import random_states, set_random_states
-from .parameters import SHORT, micro_batches_of_step, steps_of_task
+from .loads import steps_of_task
+from .parameters import SHORT, micro_batches_of_step
 from ..ground.hooks import TaskContext
 from ..ground.processes import (
     bytes_from_main, num_processes, process_index, summed, tensors_from_main)
