@@ -78,8 +78,7 @@ def _hows(row): return [_how(*of) for of in _intervals(row)]
 
 def _at_end(by_rows, over_orders):
     if by_rows == over_orders: return "at the end"
-    return ("at the end by the answers of these runs, while over orders it is "
-            + over_orders.removesuffix(" from"))
+    return f"at the end on the evaluated rows (over orders {over_orders.removesuffix(' from')})"
 
 def _told(difference, low, high): # as a cell: the difference, its interval, and what that says
     if not is_number(low): return f"{difference:+.3f}"
