@@ -123,13 +123,17 @@ def _panel(axes, title, points):
                           textcoords="offset points", **place)
         # names stand where those of neighbours and the axis do not
         places = {"himalaya": (0, "right", -7, 4), "lora-bank": (-1, "left", -14, -9),
-                  WIDE: (0, "left", -4, 25), EQUAL: (0, "left", -48, -20),
+                  WIDE: (0, "left", -4, 21), EQUAL: (0, "left", -62, -20),
                   "lora": (0, "right", -6, 4)}
         at, side, right, up = places.get(method, (0, "center", 0, 16))
         axes.annotate(name, (x[at], y[at]), (right, up), color=color, textcoords="offset points",
                       fontsize=8, ha=side, va="top", weight="bold" if bold else "normal")
-    axes.set(xscale="log", xlim=(.05, 250), ylim=(-.05, 1.06), xticks=[.1, 1, LIMIT_MB, 10, 100])
-    axes.set_xticklabels([".1", "1", "2.5", "10", "100"]); axes.minorticks_off()
+    most = max((p["mb"] for p in points), default=0.)
+    ticks = [x for x in (.1, 1, LIMIT_MB, 10, 100, 1000) if x <= max(100, most)]
+    # names at the left need more room where the axis is longer
+    xlim = (.05, 250) if most < 250 else (.02, 2.5 * most)
+    axes.set(xscale="log", xlim=xlim, ylim=(-.05, 1.06), xticks=ticks)
+    axes.set_xticklabels([f"{x:,g}".removeprefix("0") for x in ticks]); axes.minorticks_off()
     axes.set_title(title, fontsize=9.5, loc="left")
     axes.set_xlabel("MB at d = 4096, 32 layers", fontsize=8.5, loc="left")
 
