@@ -81,7 +81,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, nargs="*", default=[5, 10, 25, 50, 100])
-    parser.add_argument("--rows", type=int, nargs="*", default=[8, 16, 40, 100])
+    parser.add_argument("--rows", type=int, nargs="*", default=[8, 40, 100])
     parser.add_argument("--n-tasks", type=int, default=25, help="each with a variant")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default="runs/warm_start", help="goes on from there")
