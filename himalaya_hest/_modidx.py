@@ -6320,6 +6320,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/himalaya_hest', 'doc_host'
                                                                                        'himalaya_hest/study/growth.py'),
                                             'himalaya_hest.study.growth._rings': ( 'study/growth.html#_rings',
                                                                                    'himalaya_hest/study/growth.py'),
+                                            'himalaya_hest.study.growth._scale': ( 'study/growth.html#_scale',
+                                                                                   'himalaya_hest/study/growth.py'),
                                             'himalaya_hest.study.growth.by_twin': ( 'study/growth.html#by_twin',
                                                                                     'himalaya_hest/study/growth.py'),
                                             'himalaya_hest.study.growth.family_of': ( 'study/growth.html#family_of',

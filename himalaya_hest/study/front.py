@@ -202,7 +202,8 @@ def _runs_of(records, form, bank): # that bank, of as many bytes where there are
             if (m := method_of(r)) == form or short_name(m) == bank]
 
 # %% ../../nbs/study/16_front.ipynb #0c3aff72
-VERDICTS = ["tasks", "HIMALAYA", "beside", "MB at d = 4096", "orders", "over the stream", "at the end"]
+VERDICTS = ["tasks", "HIMALAYA", "beside", "MB at d = 4096", "as trained", "orders", "over the stream",
+            "at the end"]
 
 def verdict_row(
     records: list[dict], # of one stream
@@ -214,9 +215,11 @@ def verdict_row(
     "One of HIMALAYA's forms beside a bank, in the orders that both have."
     runs = _runs_of(records, form, bank)
     of, = paired_table(runs, form, least=1).records()
-    sizes = {short_name(m): large_mb(found) for m, found in by_pair(runs).items()}
+    found = {short_name(m): of for m, of in by_pair(runs).items()}
+    def both(size): return ", ".join(f"{size(found[m]):.2f}" for m in (form, bank))
+    def kept_mb(of): return next(iter(of.values()))["summary"]["adapter_mb"]
     over_stream, by_rows, over_orders = _intervals(of)
-    return [tasks, called, FRONT[bank][0], f"{sizes[form]:.2f}, {sizes[bank]:.2f}", of["n"],
+    return [tasks, called, FRONT[bank][0], both(large_mb), both(kept_mb), of["n"],
             _short(of["difference"], over_stream), _short(of["final"], over_orders, by_rows)]
 
 # %% ../../nbs/study/16_front.ipynb #1d4c8401

@@ -98,6 +98,16 @@ def _rings(axes, points, color, size, numbered): # other forms, which fit the li
             f"{p['tasks']:,}", at, (4, 9), color=color, fontsize=7, ha="right",
             textcoords="offset points")
 
+# %% ../../nbs/study/21_growth.ipynb #0e61c9f6
+def _scale(axes, points): # by what the largest weighs
+    most = max((p["mb"] for p in points), default=0.)
+    ticks = [x for x in (.1, 1, LIMIT_MB, 10, 100, 1000) if x <= max(100, most)]
+    # names at the left need more room where the axis is longer
+    xlim = (.05, 250) if most < 250 else (.02, 2.5 * most)
+    axes.set(xscale="log", xlim=xlim, ylim=(-.05, 1.06), xticks=ticks)
+    axes.set_xticklabels([f"{x:,g}".removeprefix("0") for x in ticks]); axes.minorticks_off()
+    axes.set_xlabel("MB at d = 4096, 32 layers", fontsize=8.5, loc="left")
+
 # %% ../../nbs/study/21_growth.ipynb #9d750130
 def _panel(axes, title, points):
     plain_axes(axes)
@@ -128,14 +138,8 @@ def _panel(axes, title, points):
         at, side, right, up = places.get(method, (0, "center", 0, 16))
         axes.annotate(name, (x[at], y[at]), (right, up), color=color, textcoords="offset points",
                       fontsize=8, ha=side, va="top", weight="bold" if bold else "normal")
-    most = max((p["mb"] for p in points), default=0.)
-    ticks = [x for x in (.1, 1, LIMIT_MB, 10, 100, 1000) if x <= max(100, most)]
-    # names at the left need more room where the axis is longer
-    xlim = (.05, 250) if most < 250 else (.02, 2.5 * most)
-    axes.set(xscale="log", xlim=xlim, ylim=(-.05, 1.06), xticks=ticks)
-    axes.set_xticklabels([f"{x:,g}".removeprefix("0") for x in ticks]); axes.minorticks_off()
+    _scale(axes, points)
     axes.set_title(title, fontsize=9.5, loc="left")
-    axes.set_xlabel("MB at d = 4096, 32 layers", fontsize=8.5, loc="left")
 
 # %% ../../nbs/study/21_growth.ipynb #c4b4091c
 def growth_chart(
