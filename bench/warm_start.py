@@ -87,6 +87,7 @@ def main():
     parser.add_argument("--work", type=Path, default="runs/warm_start", help="goes on from there")
     parser.add_argument("--out", type=Path, default="records/bench/warm_start.json")
     a = parser.parse_args()
+    if not a.steps + a.rows: parser.error("--steps and --rows are both without a number")
     torch.set_num_threads(1)
     groups = {"new": slice(1, a.n_tasks), "twin": slice(a.n_tasks, None)}
     cases = [(n, ALL_ROWS) for n in a.steps] + [(STEPS, n) for n in a.rows]
