@@ -86,8 +86,9 @@ def table_markdown(
     # names and labels come from data: no HTML, no lines of their own
     plain = lambda text: printable(" ".join(text.splitlines())).replace("<", "&lt;")
     line = lambda cells: "| " + " | ".join(plain(cells[i]).replace("|", "\\|") for i in keep) + " |"
+    title = [f"{plain(table.title)}:\n"] if table.title else []
     return "\n".join(
-        [f"{plain(table.title)}:\n", line(list(map(str, table.columns))), "|" + "---|" * len(keep)]
+        title + [line(list(map(str, table.columns))), "|" + "---|" * len(keep)]
         + [line(list(map(_shown, row))) for row in table.rows]
     )
 
